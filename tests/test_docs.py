@@ -49,7 +49,8 @@ SHORT = {
     "convert": "",
     "--version": "",
     "explain": "",
-    "plan": "--model llama-tiny,layers=1,dim=16,heads=2,kv_heads=2,ffn=32 --target 1xH100 --batch 1 --seq 32 --top 1",
+    "plan": "--model llama-tiny,layers=1,dim=16,heads=2,kv_heads=2,ffn=32 --target 1xH100 --batch 1 --seq 32 --top 1 "
+    "--tokens 1k",
 }
 WIDTH = 92  # columns of code that the site shows at a desk; what is wider is cut, and must be scrolled
 FAMILIES = (gpt, llama, mixtral, mlp, resnet)

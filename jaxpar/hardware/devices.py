@@ -189,7 +189,10 @@ def _gpu(name: str, hardware: Hardware, hosts: int, per_host: int) -> Target:
 def _tpu(name: str, hardware: Hardware) -> Target:
     """Return a compile-only slice of TPUs. Raises ValueError or ImportError; see `target`."""
     if not _is_tpu(hardware):
-        raise ValueError(f"target={name!r}: {hardware.kind} are not TPUs, which have shapes; use '8x{hardware.kind}'")
+        count = name.partition(":")[2]
+        raise ValueError(
+            f"target={name!r}: {hardware.kind} are not TPUs, which have shapes; use '{count}x{hardware.kind}'"
+        )
     if not _is_installed("libtpu"):
         raise ImportError(f"target={name!r} needs the TPU compiler, and package libtpu is not installed; {INSTALL_TPU}")
     # Outside Google's cloud, libtpu would wait for a metadata server, as if this machine were one of the cloud's.

@@ -71,10 +71,10 @@ def test_whole_logits_are_tried_where_the_best_has_them_in_chunks(monkeypatch: p
     assert (plan.best.logits, plan.best.zero) == ("whole", 1)
 
 
-def planner_of_one_line(name: str) -> tuple[planning._Planner, jp.Strategy]:
+def planner_of_one_line(name: str) -> tuple[planning.Planner, jp.Strategy]:
     """Return a planner that has compiled this strategy alone."""
     planner, strategy = (
-        planning._Planner(Estimator(MODEL, ADAM, cpu_target(), BATCH), cache=False),
+        planning.Planner(Estimator(MODEL, ADAM, cpu_target(), BATCH), cache=False),
         jp.Strategy.parse(name),
     )
     line = line_of(name, matmul=1.0, exposed=0.0)

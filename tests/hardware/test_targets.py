@@ -128,7 +128,7 @@ def test_names(no_compiler_needed: list[dict[str, Any]], name: str, kind: str, h
         ("v9:2x2", "'v9' is not a known kind"),
         ("12xH100", "12 devices do not fill hosts of 8; use 8 or 16"),
         ("8xv5e", "v5e has no config for the compiler; name a slice of TPUs by its shape, as 'v5e:4x4'"),
-        ("H100:4x4", "H100 are not TPUs, which have shapes; use '8xH100'"),
+        ("H100:4x4", "H100 are not TPUs, which have shapes; use '4x4xH100'"),
         ("cpu:9", r"there are 8 CPU devices; call jaxpar.simulate\(9\) right after"),
         ("cpu:0", "there are 8 CPU devices"),
     ],

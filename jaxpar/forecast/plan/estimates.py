@@ -44,6 +44,7 @@ from ...model.model import Model
 from ...numerics.matrices.owners import Owners
 from ...parallel.data import DDP, Times, Uses, rule_of
 from ...parallel.pipeline.schedules import Schedule
+from ...slicing.pieces import Stack
 from ...step.core import Step
 from ...strategy import Strategy
 from ...strategy.axes import ROWS, SHARDS
@@ -172,6 +173,10 @@ class Estimator:
     _loss_costs: dict[Any, _LossCost | ValueError] = field(default_factory=dict)
     _states: dict[Any, _StoredState | ValueError] = field(default_factory=dict)
     _schedules: dict[Any, Schedule | ValueError] = field(default_factory=dict)
+
+    def for_target(self, target: Target) -> "Estimator":
+        """Return the closed forms on another number of the same devices; both share what does not depend on it."""
+        return dataclasses.replace(self, target=target, _states={})
 
     def splits(self) -> tuple[Splits, str]:
         """Return how many ranks may share experts and positions, and the error of `context=2`; "" if it is valid."""
@@ -330,9 +335,10 @@ class Estimator:
                 sent[collective.kind, collective.axes] = times + collective.count, size + collective.bytes
         # saved(rows) = fixed + rows * per_row, through the two points.
         saved_fixed = max(0, 2 * cost.saved - cost_of_two.saved)
-        main = step.traced(one_row).program.main
-        num_layers = main.length if main else 0
-        layer_elements = sum(math.prod(x.shape) for x in main.unit.shapes) if main else 0
+        # A program without stages marks no stack as the one that a pipeline cuts: it is the one with most parameters.
+        stacks = [piece for piece in step.traced(one_row).program.pieces if isinstance(piece, Stack)]
+        sizes = [(stack.length, sum(math.prod(x.shape) for x in stack.unit.shapes)) for stack in stacks]
+        num_layers, layer_elements = max(sizes, key=math.prod, default=(0, 0))
         return _LossCost(
             cost.flops, cost.products, cost_of_two.saved - cost.saved, saved_fixed, num_layers, layer_elements, sent
         )

@@ -181,6 +181,11 @@ def line_fields(
     }
 
 
+def fastest(lines: Iterable[Line]) -> Line | None:
+    """Return the fastest line that fits, or the smallest if none fits; None if there is no line."""
+    return min(lines, key=lambda line: line.rank_key, default=None)
+
+
 def ranked(lines: Iterable[Line]) -> tuple[Line, ...]:
     """Return the lines, best first, each with the reason why it is not the best."""
     lines = list(lines)

@@ -9,6 +9,7 @@ that `predict` gives for them.
 
 import dataclasses
 import itertools
+import math
 import os
 import re
 import time
@@ -19,7 +20,6 @@ from typing import Any
 import jax
 import optax
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ...backend.counts import is_count
 from ...backend.text import size
@@ -36,8 +36,9 @@ from ...strategy import Strategy, as_strategy
 from .cache import PlanCache, folder, plan_key
 from .candidates import NO_SPLITS, REMATS, Splits, candidates, parts_per_row
 from .estimates import Estimate, Estimator
-from .line import Line, line_fields, ranked
+from .line import Line, fastest, line_fields, ranked
 from .neighbours import alike_but, families, keeps_more, neighbours
+from .progress import PlanProgress
 from .ranking import Plan
 
 Pair = tuple[Strategy, Estimate]
@@ -101,11 +102,7 @@ def plan(
     if isinstance(strategies, str | Strategy):
         raise ValueError(f"strategies={str(strategies)!r} is one strategy; give a list: [{str(strategies)!r}]")
     chosen = None if strategies is None else [as_strategy(s) for s in strategies]
-    if "fp8" in [precision, *(s.precision for s in chosen or ())] and target.hardware.peak("fp8") is None:
-        raise ValueError(
-            f"precision='fp8' for target={target.name!r}: no peak of FP8 products is known for {target.hardware.kind}; "
-            "use precision='bf16', or a kind that multiplies FP8, as '8xH100'"
-        )
+    check_precisions([precision, *(s.precision for s in chosen or ())], target)
     check_trainable(trainable)
     check_rows(batch, 1, 1)
 
@@ -113,7 +110,7 @@ def plan(
     batch = jax.eval_shape(lambda x: x, batch)
     optimizer = optimizer or optax.adamw(3e-4)
     estimator = Estimator(model, optimizer, target, batch, rules, trainable)
-    return _Planner(estimator, flops, length, cache).plan(chosen, top, precision, console)
+    return Planner(estimator, flops, length, cache).plan(chosen, top, precision, console)
 
 
 def planned_for(target: Target | str, memory_bytes: float | None = None) -> Target:
@@ -131,7 +128,16 @@ def planned_for(target: Target | str, memory_bytes: float | None = None) -> Targ
     return target
 
 
-class _Planner:
+def check_precisions(precisions: Iterable[str], target: Target) -> None:
+    """Raise ValueError if strategies compute in FP8, and the target has no peak of FP8 products to plan by."""
+    if "fp8" in precisions and target.hardware.peak("fp8") is None:
+        raise ValueError(
+            f"precision='fp8' for target={target.name!r}: no peak of FP8 products is known for {target.hardware.kind}; "
+            "use precision='bf16', or a kind that multiplies FP8, as '8xH100'"
+        )
+
+
+class Planner:
     """One call of `plan`.
 
     Args:
@@ -145,6 +151,7 @@ class _Planner:
       lines: the compiled strategies, in the order of compiling.
       refused: invalid strategies, each with its error.
       pruned: strategies that were not compiled, each with the reason.
+      limit: seconds of a step. Strategies whose closed form is above it are not compiled.
       interrupted: whether Ctrl-C ended the search.
     """
 
@@ -167,19 +174,17 @@ class _Planner:
         self.lines: list[Line] = []
         self.refused: dict[str, str] = {}
         self.pruned: dict[str, str] = {}
+        self.limit = math.inf
         self.interrupted = False
 
     def plan(self, chosen: Sequence[Strategy] | None, top: int, precision: str, console: Console | None) -> Plan:
         """Compile the chosen strategies, or search if there are none, and return the plan."""
-        bar = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-            console=console or Console(stderr=True), transient=True,
-        )  # fmt: skip
-        with bar, warnings.catch_warnings():
+        with PlanProgress(console) as bar, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # nobody asked for the strategies that the warnings are about
             try:
                 if chosen is None:
-                    self._search(top, precision, bar)
+                    self.search(self.candidates(precision, bar), top, bar)
+                    self._store_estimates(precision)
                 else:
                     self._compile_all(chosen, bar)
             except KeyboardInterrupt:
@@ -207,28 +212,27 @@ class _Planner:
             "devices, a batch whose rows they divide, or strategies= of your own"
         )
 
-    def _compile_all(self, strategies: Sequence[Strategy], bar: Progress) -> None:
+    def _compile_all(self, strategies: Sequence[Strategy], bar: PlanProgress) -> None:
         """Compile the strategies that the user named."""
         task = bar.add_task("compile", total=len(strategies))
         for strategy in strategies:
-            bar.update(task, description=f"compile {strategy}")
+            bar.compiling(task, self.target.name, strategy, fastest(self.lines))
             self._compile(strategy, None)
             bar.advance(task)
 
     # -- the search ----------------------------------------------------------------------------------------------------
 
-    def _search(self, top: int, precision: str, bar: Progress) -> None:
-        """Compile at most `top` strategies.
+    def search(self, queue: list[Pair], top: int, bar: PlanProgress) -> None:
+        """Compile at most `top` strategies, beginning with the candidates of `queue`.
 
         First the best of each family by closed forms, and after each new best one of its neighbours; then neighbours of
         the best, until none may be faster; then the remaining candidates, by closed forms. All choices are
         deterministic, so that a cached plan makes the same ones.
         """
-        queue = self._candidates(precision, bar)
         task = bar.add_task("compile", total=min(top, len(queue)))
 
         def compile_(strategy: Strategy, estimate: Estimate) -> None:
-            bar.update(task, description=f"compile {strategy}")
+            bar.compiling(task, self.target.name, strategy, self._best_line())
             if self._compile(strategy, estimate):
                 bar.advance(task)
 
@@ -246,7 +250,7 @@ class _Planner:
         for strategy, estimate in queue:
             if not self._is_tried(strategy):
                 self.pruned[str(strategy)] = reason_to_skip(strategy, estimate, self.lines, self.usable, top) or ""
-        self._store_estimates(precision)
+        bar.remove_task(task)
 
     def _store_estimates(self, precision: str) -> None:
         """Store the closed forms in the cache, if there are new ones."""
@@ -259,7 +263,9 @@ class _Planner:
 
     def _is_worth_compiling(self, strategy: Strategy, estimate: Estimate, top: int) -> bool:
         """Return whether a strategy was not tried, and nothing that was compiled speaks against it."""
-        return not self._is_tried(strategy) and not reason_to_skip(strategy, estimate, self.lines, self.usable, top)
+        if estimate.seconds > self.limit or self._is_tried(strategy):
+            return False
+        return not reason_to_skip(strategy, estimate, self.lines, self.usable, top)
 
     def _first_worth_compiling(self, queue: list[Pair], top: int) -> Pair | None:
         """Return the first of some strategies that is worth compiling."""
@@ -282,7 +288,7 @@ class _Planner:
 
     def _best_line(self) -> Line | None:
         """Return the fastest line that fits, or the smallest if none fits. Lines without a closed form do not count."""
-        return min((line for line in self.lines if line.estimate), key=lambda line: line.rank_key, default=None)
+        return fastest(line for line in self.lines if line.estimate)
 
     def _best_neighbour(self, top: int) -> Pair | None:
         """Return the neighbour of the best line that is likely to fit and to be fastest; None if none may be faster."""
@@ -341,7 +347,12 @@ class _Planner:
             return None
         return estimate
 
-    def _candidates(self, precision: str, bar: Progress) -> list[Pair]:
+    def least_state(self, precision: str) -> int:
+        """Return the bytes of parameters and optimizer on one device if ZeRO-3 shards them over all devices."""
+        estimate = self.estimator.estimate(Strategy(fsdp=len(self.target.devices), precision=precision))
+        return estimate.params + estimate.optimizer
+
+    def candidates(self, precision: str, bar: PlanProgress) -> list[Pair]:
         """Return the candidates that may fit, fastest by closed forms first; of equal ones, the simplest first."""
         self.estimates = (self.cache and self.cache.get("closed forms", precision)) or {}
         cached_splits = self.cache and self.cache.get("splits")
@@ -368,12 +379,15 @@ class _Planner:
         self._store_estimates(precision)
         return sorted(pairs, key=lambda pair: (pair[1].seconds, pair[0].microbatches, pair[1].bytes))
 
-    def _estimate_all(self, strategies: Iterable[Strategy], bar: Progress) -> list[Pair]:
+    def _estimate_all(self, strategies: Iterable[Strategy], bar: PlanProgress) -> list[Pair]:
         """Return the strategies that are valid and may fit, with their closed forms."""
         pairs = []
-        for strategy in bar.track(list(strategies), description="closed forms"):
+        strategies = list(strategies)
+        task = bar.add_task(f"{self.target.name}: closed forms", total=len(strategies))
+        for strategy in strategies:
             if (estimate := self._estimate(strategy)) is not None:
                 pairs.append((strategy, estimate))
+            bar.advance(task)
         return pairs
 
     def _find_splits(self) -> tuple[tuple[int, int], str]:

@@ -23,7 +23,7 @@ from .line import ERROR, UNSEEN, Line
 # memory).
 _JAX_ALLOCATES = 0.75
 _SCALARS = 1000  # bytes; collectives that send less are sums of scalars, such as norms
-_SECONDS_PER_DAY = 86_400
+SECONDS_PER_DAY = 86_400
 _LINKS = {"link": "GB link", "network": "GB net"}  # a key of `Line.links` -> its column's title
 _MAX_REASONS = 4  # kinds of reasons that the table shows for strategies without a line
 
@@ -95,8 +95,8 @@ def table(plan: Plan) -> str:
         f"{'#':>2}  {'GB':>6} {'ms':>8} {speed:>10} {'MFU':>6} {sent} strategy",
     ]
     rows = (row for number, line in enumerate(plan.lines, 1) for row in _row(plan, number, line, links, bool(common)))
-    parts = [_fill(summary(plan), 2), "\n".join([*head, *rows])]
-    if losers := [_fill(f"{number:>2}  {line.why}", 4) for number, line in enumerate(plan.lines, 1) if line.why]:
+    parts = [fill(summary(plan), 2), "\n".join([*head, *rows])]
+    if losers := [fill(f"{number:>2}  {line.why}", 4) for number, line in enumerate(plan.lines, 1) if line.why]:
         parts.append("\n".join(["why not", *losers]))
     parts += _remarks(plan)
     return "\n\n".join(parts)
@@ -116,13 +116,17 @@ def summary(plan: Plan) -> str:
     speed = best.prediction["rows_per_second"] * (plan.length or 1)
     # Without a number of tokens, the days are for a trillion tokens or a billion rows: one number to compare plans by.
     amount = plan.tokens or (1e12 if plan.length else 1e9)
-    days, devices = amount / speed / _SECONDS_PER_DAY, best.prediction["devices"]
-    amount_text = number(amount, ".4g").replace(" ", "").replace("G", "B")  # tokens are counted in billions
-    parts.append(f"{days:,.1f} days for {amount_text} {'tokens' if plan.length else 'rows'}")
+    days, devices = amount / speed / SECONDS_PER_DAY, best.prediction["devices"]
+    parts.append(f"{days:,.1f} days for {tokens_text(amount)} {'tokens' if plan.length else 'rows'}")
     if plan.price is not None:
         hours = 24 * days * devices
         parts.append(f"{hours:,.0f} device hours at {plan.price:g} are {hours * plan.price:,.0f}")
     return f"{'; '.join(parts)}: {best.strategy}{_exact_alternative(plan)}"
+
+
+def tokens_text(tokens: float) -> str:
+    """Return a number of tokens as text, which are counted in billions: "300B", "1.5T"."""
+    return number(tokens, ".4g").replace(" ", "").replace("G", "B")
 
 
 def _exact_alternative(plan: Plan) -> str:
@@ -145,7 +149,7 @@ def _exact_alternative(plan: Plan) -> str:
 
 
 def _row(plan: Plan, number: int, line: Line, links: list[str], has_common_precision: bool) -> Iterator[str]:
-    """Yield the row of a line, and the rest of its strategy if that is too long."""
+    """Yield the row of a line."""
     prediction = line.prediction
     speed = prediction["rows_per_second"] * (plan.length or 1)
     mfu = "-" if prediction["mfu"] is None else f"{prediction['mfu']:.1%}"
@@ -155,8 +159,14 @@ def _row(plan: Plan, number: int, line: Line, links: list[str], has_common_preci
         f"{number:>2}{tie} {line.memory['total'] / 1e9:>5.1f}{' ' if line.fits else '!'} {1e3 * line.seconds:>8,.1f} "
         f"{_speed(speed):>10} {mfu:>6} {sent} "
     )
+    yield from layout_lines(numbers, line.strategy, has_common_precision)
+
+
+def layout_lines(numbers: str, strategy: Strategy, has_common_precision: bool) -> Iterator[str]:
+    """Yield the columns of a row followed by its strategy, and the rest of the strategy if that is too long."""
     # A strategy's text leaves out defaults: precision=f32 hides the precision that the title has.
-    strategy = dataclasses.replace(line.strategy, precision="f32") if has_common_precision else line.strategy
+    if has_common_precision:
+        strategy = dataclasses.replace(strategy, precision="f32")
     first, *more = _Wrapper(WIDTH - len(numbers), break_on_hyphens=False).wrap(str(strategy))
     yield numbers + first
     yield from (" " * len(numbers) + text for text in more)
@@ -168,7 +178,7 @@ class _Wrapper(textwrap.TextWrapper):
     wordsep_simple_re = re.compile(r"([ \t\n]+|(?<=,)(?=[a-z])|(?<=/)(?=\w\w))")
 
 
-def _fill(text: str, indent: int) -> str:
+def fill(text: str, indent: int) -> str:
     """Return a paragraph of 80 columns; all lines after the first are indented."""
     return _Wrapper(WIDTH, subsequent_indent=" " * indent, break_on_hyphens=False).fill(text)
 
@@ -185,12 +195,12 @@ def _remarks(plan: Plan) -> Iterator[str]:
         lines = [f"{title}: {len(reasons)}"]
         for kind, count in kinds.most_common(_MAX_REASONS):
             name, reason = next((name, reason) for name, reason in reasons.items() if kind_of(reason) == kind)
-            lines.append(_fill(f"  {count} such as {name}: {reason}", 4))
+            lines.append(fill(f"  {count} such as {name}: {reason}", 4))
         if len(kinds) > _MAX_REASONS:
             lines.append(f"  ... and {len(kinds) - _MAX_REASONS} more kinds of reasons in .json()")
         yield "\n".join(lines)
     # 2. How to read the columns.
-    yield _fill(
+    yield fill(
         f"GB: of {plan.memory / 1e9:.1f} per device, {RESERVE:.0%} reserved for memory that is in no program; ! "
         "does not fit. GB link and GB net: sent by each device within a host and across hosts. ms: predicted for the "
         "compiled program by jaxpar.inspect.predict.prediction; eight of ten published runs took "
@@ -200,9 +210,9 @@ def _remarks(plan: Plan) -> Iterator[str]:
     )
     if any(line.fits and line.memory["total"] > _JAX_ALLOCATES * plan.memory for line in plan.lines):
         share = f"XLA_PYTHON_CLIENT_MEM_FRACTION={1 - RESERVE:.2f}"
-        yield _fill(f"JAX allocates {_JAX_ALLOCATES:.0%} of the memory; for larger programs, set {share}.", 2)
+        yield fill(f"JAX allocates {_JAX_ALLOCATES:.0%} of the memory; for larger programs, set {share}.", 2)
     if any(line.prediction.get("upper_bound") for line in plan.lines):
-        yield _fill(f"{plan.lines[0].prediction['hardware']}: all speeds are upper bounds; {UPPER_BOUND}.", 2)
+        yield fill(f"{plan.lines[0].prediction['hardware']}: all speeds are upper bounds; {UPPER_BOUND}.", 2)
     if plan.interrupted:
         yield "Interrupted: only the strategies that were compiled until then are ranked."
 
@@ -210,7 +220,7 @@ def _remarks(plan: Plan) -> Iterator[str]:
 def explained(plan: Plan, number: int) -> str:
     """Return every number of a line, with its source, as text."""
     line = plan.lines[number - 1]
-    parts = ["\n".join(_fill(text, 3) for text in (f"{number}: {line.strategy}", line.why) if text)]
+    parts = ["\n".join(fill(text, 3) for text in (f"{number}: {line.strategy}", line.why) if text)]
     parts.append(_section("memory of a device", _memory_rows(plan, line)))
     parts.append(_section("time of a step", _time_rows(plan, line)))
     if line.sent:
@@ -218,7 +228,7 @@ def explained(plan: Plan, number: int) -> str:
     if line.estimate:
         parts.append(_section("lower bounds by closed forms, by which it was chosen", _estimate_rows(line.estimate)))
     kernels = "kernels and collectives, longest first: executions, kind, why, [HLO name] source"
-    parts.append("\n".join([kernels, *(_fill(kernel, 25) for kernel in line.kernels)]))
+    parts.append("\n".join([kernels, *(fill(kernel, 25) for kernel in line.kernels)]))
     parts += line.prediction["notes"]
     return "\n\n".join(parts)
 
@@ -308,7 +318,7 @@ def _section(title: str, rows: list[_Row]) -> str:
     """Return rows in columns, below a title."""
     name_width = max(len(row[0]) for row in rows)
     lines = (f"  {name:<{name_width}}  {value:>12}  {source}" for name, value, source in rows)
-    return "\n".join([title, *(_fill(line, name_width + 18) for line in lines)])
+    return "\n".join([title, *(fill(line, name_width + 18) for line in lines)])
 
 
 def _cost_source(name: str, line: Line) -> str:

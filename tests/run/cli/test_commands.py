@@ -156,7 +156,7 @@ def test_a_sweep_ends_where_rows_are_no_faster(monkeypatch: pytest.MonkeyPatch, 
     assert "22.6 days for 1B tokens; 4,340 device hours at 2 are 8,681: fsdp=8" in lines[0]
     for words, message in (
         (["--memory", "40GiB"], "'40GiB' is no amount above 0; write it as 40GB"),
-        (["--tokens", "0"], "'0' is no amount above 0; write it as 40G or 1.5T"),
+        (["--tokens", "0"], "--tokens 0 is no number above 0 of tokens; write it as 300B, 2T or 1.5e12"),
         (["--price", "-1"], "use a number from 0"),
         (["--sweep", "batch", "--json"], "leave out --explain and --json"),
     ):
