@@ -14,7 +14,7 @@ from rich.console import Console
 from test_plan import ADAM, BATCH, H100, MODEL, cpu_target, line_of
 
 import jaxpar as jp
-from jaxpar.backend.text import WIDTH
+from jaxpar.backend.text import WIDTH, size
 from jaxpar.forecast.plan import progress
 from jaxpar.forecast.plan.estimates import Estimator
 from jaxpar.forecast.plan.planner import Planner
@@ -96,7 +96,11 @@ def test_one_count_beyond_the_first_that_meets_it_is_estimated(compiled: list[An
     numbers = ["1", "2", f"{days:,.1f}", f"{hours:,.0f}", f"{2 * hours:,.0f}", "compiled"]
     assert starred[0].removeprefix("*").split()[:6] == numbers
     assert text.count("estimate ") >= 2
-    assert "times 1.25" in " ".join(text.split())
+    words = " ".join(text.split())
+    assert "times 1.25" in words
+    assert f", {row.memory / 1e9:.1f} of {size(row.usable, '.1f')} each" in words
+    assert row.memory <= row.usable
+    assert "--target 2xcpu, with --batch" in words
 
 
 def test_where_none_meets_it_the_fastest_is_compiled(compiled: list[Any]) -> None:
@@ -176,6 +180,7 @@ DEADLINE = ["--tokens", "2T", "--days", "30"]
         ([], "names no number of devices; give it, as 8xH100, or add --tokens 2T --days 30 to search"),
         ([*DEADLINE, "--price", "-1"], "--price -1 is no price; use a number from 0, for an hour of one device: 2.5"),
         ([*DEADLINE, "--tokens", "many"], "--tokens many is no number above 0 of tokens; write it as 300B, 2T or"),
+        ([*DEADLINE, "--tokens", "2000"], "--tokens 2000 is less than one batch, 1,024 rows of 4,096 tokens; give the"),
         ([*DEADLINE, "--json"], "--days prints one table of days and takes no --json; leave one of the two out"),
         ([*DEADLINE, "--target", "H1000"], "did you mean H100"),
         ([*DEADLINE, "--target", "H100:64"], "use '64xH100'"),
@@ -184,7 +189,7 @@ DEADLINE = ["--tokens", "2T", "--days", "30"]
 )
 def test_mistakes_are_named(words: list[str], says: str, capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit) as exit_:
-        main(["plan", "--target", "H100", *words])
+        main(["plan", "--model", "llama2-13b", "--target", "H100", *words])
     assert exit_.value.code == 2
     assert says in capsys.readouterr().err
 

@@ -10,7 +10,7 @@ row is an estimate: the closed form times (seconds / closed form) of the compile
 import math
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...backend.text import size
 from ...strategy import Strategy
@@ -100,6 +100,8 @@ class CountRow:
       strategy: the best strategy; None if nothing fits.
       compiled: the number of compiled programs. 0: the row is an estimate.
       remark: why nothing fits.
+      memory: the bytes of the compiled program on one device; 0 if the row is an estimate.
+      usable: the bytes that a program may take.
     """
 
     hosts: int
@@ -108,6 +110,8 @@ class CountRow:
     strategy: Strategy | None
     compiled: int
     remark: str = ""
+    memory: int = 0
+    usable: int = 0
 
 
 @dataclass(frozen=True)
@@ -171,9 +175,10 @@ class RunPlan:
         hours = 24 * days * row.devices
         cost = "" if price is None else f", {hours * price:,.0f} at {price:g}"
         hosts = f"{row.hosts} host{'s' * (row.hosts > 1)} ({row.devices} {self.kind})"
+        memory = f", {row.memory / 1e9:.1f} of {size(row.usable, '.1f')} each" if row.memory else ""
         return (
             f"{late}{hosts}: {days:,.1f} days for {tokens}, deadline {deadline}{within}; {hours:,.0f} device "
-            f"hours{cost}: {row.strategy}"
+            f"hours{cost}: {row.strategy}{memory}"
         )
 
     def _lines(self, row: CountRow) -> Iterator[str]:
@@ -213,9 +218,14 @@ class RunPlan:
             yield "Interrupted: this table is not complete."
         elif self.searched and answer:
             yield fill(
-                "*: the smallest count that meets the deadline. One larger count shows what twice the devices change. "
-                "Others were not searched: with more devices each computes less beside what it sends, so that they "
-                "finish earlier and seldom cost less.",
+                "*: the smallest of these counts that meets the deadline. Larger ones than the next were not searched.",
+                2,
+            )
+        if answer:
+            yield fill(
+                f"At most {answer.compiled} programs are compiled for a count. To search further and to see their "
+                f"memory, rank the strategies of one count: --target {answer.devices}x{self.kind}, with --batch and "
+                "--seq as above and without --days.",
                 2,
             )
 
@@ -295,5 +305,7 @@ def _rows(counts: list[_Count]) -> tuple[tuple[CountRow, ...], tuple[float, ...]
         if count.best is not None:
             strategy, seconds = (count.best.strategy, count.best.seconds) if count.best.fits else (None, math.inf)
         remark = count.remark if strategy is None else ""
-        rows.append(CountRow(target.hosts, len(target.devices), seconds, strategy, num_compiled, remark))
+        memory = count.best.memory["total"] if count.best and strategy else 0
+        row = CountRow(target.hosts, len(target.devices), seconds, strategy, num_compiled, remark)
+        rows.append(replace(row, memory=memory, usable=count.planner.usable))
     return tuple(rows), tuple(dict.fromkeys(ratios)) if compiled else ()

@@ -265,6 +265,10 @@ def _plan_run(options: PlanOptions) -> None:
         tokens, rows * (subject.length or 1), options.days, options.price, "tokens" if subject.length else "rows"
     )
     batch = f"{rows:,} rows" + (f" of {length:,} tokens" if subject.length else "")
+    if run.tokens < run.step_tokens:
+        raise ValueError(
+            f"--tokens {options.tokens} is less than one batch, {batch}; give the {run.unit} of the whole run, as 2T"
+        )
     result = plan_run(
         _planners(options, subject),
         run,
