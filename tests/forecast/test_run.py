@@ -117,8 +117,15 @@ def test_a_count_that_is_given_is_compiled(compiled: list[Any]) -> None:
     assert [row.compiled for row in late.rows] == [1]
     assert "not compiled" not in str(late)
     assert late.answer is None
-    assert str(late).startswith("1 host (2 cpu): ")
+    assert str(late).startswith("too late: 1 host (2 cpu): ")
     assert "no count" not in str(late)
+
+
+def test_a_count_that_does_not_divide_the_rows_is_refused(compiled: list[Any]) -> None:
+    """It was "nothing fits", though memory was not the reason."""
+    with pytest.raises(ValueError, match=r"no strategy is valid for \d+ rows on .* \(7 devices\): .* they divide"):
+        plan_run(planners([], (7,)), run_of(1.3 * bound(2)), "a model", searched=False, top=1)
+    assert not compiled
 
 
 def test_state_that_does_not_fit_is_not_searched(compiled: list[Any]) -> None:

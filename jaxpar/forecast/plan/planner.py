@@ -42,6 +42,7 @@ from .progress import PlanProgress
 from .ranking import Plan
 
 Pair = tuple[Strategy, Estimate]
+_TIGHT = 0.9  # share of the usable memory above which a program is near the limit
 _MAX_TRIES = 3  # strategies of one family that are compiled until one fits
 
 
@@ -190,7 +191,7 @@ class Planner:
             except KeyboardInterrupt:
                 self.interrupted = True
         if not self.lines and not self.interrupted:
-            raise ValueError(self._why_no_line())
+            raise ValueError(self.why_no_line())
         return Plan(
             target=self.target.name,
             devices=f"{len(self.target.devices)} x {self.target.kind}",
@@ -203,7 +204,7 @@ class Planner:
             interrupted=self.interrupted,
         )
 
-    def _why_no_line(self) -> str:
+    def why_no_line(self) -> str:
         """Return the error of a plan without lines: the first reasons why strategies are refused or pruned."""
         reasons = list(dict.fromkeys([*self.refused.values(), *self.pruned.values()]))[:3] or ["there is no candidate"]
         rows, n = rows_of(self.batch), len(self.target.devices)
@@ -316,9 +317,19 @@ class Planner:
                 getattr(estimate, name) > getattr(best_estimate, name) for name in ("seconds", "sent", "bytes")
             )
             # Communication that overlaps with compute takes no seconds by closed forms: of equal seconds, send less.
-            order = not likely_fits, same_logits, worse, estimate.seconds, recomputation, estimate.sent, str(strategy)
+            seconds = worse, estimate.seconds, recomputation, estimate.sent
+            order = not likely_fits, not self._is_relief(strategy, best), same_logits, *seconds, str(strategy)
             options.append((order, strategy, estimate))
         return min(options, key=lambda option: option[0])[1:] if options else None
+
+    def _is_relief(self, strategy: Strategy, best: Line) -> bool:
+        """Return whether a strategy is the best one with twice the microbatches, and that one is near the memory limit.
+
+        There XLA recomputes kernels and overlaps less, which no closed form knows.
+        """
+        is_tight = best.memory["total"] > _TIGHT * self.usable
+        has_more = strategy.microbatches > best.strategy.microbatches
+        return is_tight and has_more and alike_but("microbatches", strategy, best.strategy)
 
     @staticmethod
     def _recomputation_rank(strategy: Strategy) -> int:

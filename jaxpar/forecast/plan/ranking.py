@@ -162,6 +162,13 @@ def _row(plan: Plan, number: int, line: Line, links: list[str], has_common_preci
     yield from layout_lines(numbers, line.strategy, has_common_precision)
 
 
+def allocation_remark(program: int, memory: float) -> Iterator[str]:
+    """Yield the setting that a program of so many bytes needs on a device with this memory, if it needs one."""
+    if program > _JAX_ALLOCATES * memory:
+        share = f"XLA_PYTHON_CLIENT_MEM_FRACTION={1 - RESERVE:.2f}"
+        yield fill(f"JAX allocates {_JAX_ALLOCATES:.0%} of the memory; for larger programs, set {share}.", 2)
+
+
 def layout_lines(numbers: str, strategy: Strategy, has_common_precision: bool) -> Iterator[str]:
     """Yield the columns of a row followed by its strategy, and the rest of the strategy if that is too long."""
     # A strategy's text leaves out defaults: precision=f32 hides the precision that the title has.
@@ -208,9 +215,9 @@ def _remarks(plan: Plan) -> Iterator[str]:
         "as fast as line 1, since the difference is within this error.",
         2,
     )
-    if any(line.fits and line.memory["total"] > _JAX_ALLOCATES * plan.memory for line in plan.lines):
-        share = f"XLA_PYTHON_CLIENT_MEM_FRACTION={1 - RESERVE:.2f}"
-        yield fill(f"JAX allocates {_JAX_ALLOCATES:.0%} of the memory; for larger programs, set {share}.", 2)
+    yield from allocation_remark(
+        max((line.memory["total"] for line in plan.lines if line.fits), default=0), plan.memory
+    )
     if any(line.prediction.get("upper_bound") for line in plan.lines):
         yield fill(f"{plan.lines[0].prediction['hardware']}: all speeds are upper bounds; {UPPER_BOUND}.", 2)
     if plan.interrupted:

@@ -13,11 +13,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from ...backend.text import size
+from ...hardware.hardware import RESERVE
 from ...strategy import Strategy
 from .line import ERROR, UNSEEN, Line, fastest
 from .planner import Pair, Planner
 from .progress import PlanProgress
-from .ranking import SECONDS_PER_DAY, fill, layout_lines, tokens_text
+from .ranking import SECONDS_PER_DAY, allocation_remark, fill, layout_lines, tokens_text
+
+_NOTHING_FITS = "nothing fits"  # the remark of a count without candidates
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class _Count:
         """Compute the closed forms of a number of devices, unless not even the state fits."""
         if (state := planner.least_state(precision)) > planner.usable:
             return cls(planner, [], f"{size(state, '.0f')} of state")
-        return cls(planner, planner.candidates(precision, bar), "nothing fits")
+        return cls(planner, planner.candidates(precision, bar), _NOTHING_FITS)
 
     @property
     def bound(self) -> float:
@@ -166,7 +169,7 @@ class RunPlan:
             return f"no count of {self.kind} fits: nothing can finish {tokens}"
         if row is None:
             row = min(fitting, key=lambda row: (not row.compiled, row.seconds))
-            late = f"no count finishes {tokens} in {deadline}; the fastest is " if self.searched else ""
+            late = f"no count finishes {tokens} in {deadline}; the fastest is " if self.searched else "too late: "
         else:
             late = ""
         days = self._days(row)
@@ -222,6 +225,7 @@ class RunPlan:
                 2,
             )
         if answer:
+            yield from allocation_remark(answer.memory, answer.usable / (1 - RESERVE))
             yield fill(
                 f"At most {answer.compiled} programs are compiled for a count. To search further and to see their "
                 f"memory, rank the strategies of one count: --target {answer.devices}x{self.kind}, with --batch and "
@@ -252,6 +256,9 @@ def plan_run(
 
     Returns:
       The plan: a row for each number of devices.
+
+    Raises:
+      ValueError: no strategy is valid for the number of devices that was given, as for rows that they do not divide.
     """
     counts: list[_Count] = []
     interrupted = False
@@ -261,6 +268,8 @@ def plan_run(
             for planner in planners:
                 counts.append(_Count.of(planner, precision, bar))
                 if not searched:
+                    if not counts[-1].pairs and counts[-1].remark == _NOTHING_FITS:
+                        raise ValueError(planner.why_no_line())
                     counts[-1].search(top, math.inf, bar)
                 elif _ends(counts, run.limit, top, bar):
                     break
