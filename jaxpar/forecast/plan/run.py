@@ -10,7 +10,7 @@ row is an estimate: the closed form times (seconds / closed form) of the compile
 import math
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ...backend.text import size
 from ...hardware.hardware import RESERVE
@@ -19,8 +19,6 @@ from .line import ERROR, UNSEEN, Line, fastest
 from .planner import Pair, Planner
 from .progress import PlanProgress
 from .ranking import SECONDS_PER_DAY, allocation_remark, fill, layout_lines, tokens_text
-
-_NOTHING_FITS = "nothing fits"  # the remark of a count without candidates
 
 
 @dataclass(frozen=True)
@@ -59,19 +57,19 @@ class _Count:
     Attributes:
       planner: its search.
       pairs: the strategies that may fit, fastest by closed forms first.
-      remark: why no strategy may fit, or what the row says if no program does.
+      too_large: the state that does not fit, in words; "" if it may fit.
     """
 
     planner: Planner
     pairs: list[Pair]
-    remark: str
+    too_large: str = ""
 
     @classmethod
     def of(cls, planner: Planner, precision: str, bar: PlanProgress) -> "_Count":
         """Compute the closed forms of a number of devices, unless not even the state fits."""
         if (state := planner.least_state(precision)) > planner.usable:
             return cls(planner, [], f"{size(state, '.0f')} of state")
-        return cls(planner, planner.candidates(precision, bar), _NOTHING_FITS)
+        return cls(planner, planner.candidates(precision, bar))
 
     @property
     def bound(self) -> float:
@@ -268,7 +266,7 @@ def plan_run(
             for planner in planners:
                 counts.append(_Count.of(planner, precision, bar))
                 if not searched:
-                    if not counts[-1].pairs and counts[-1].remark == _NOTHING_FITS:
+                    if not counts[-1].pairs and not counts[-1].too_large:
                         raise ValueError(planner.why_no_line())
                     counts[-1].search(top, math.inf, bar)
                 elif _ends(counts, run.limit, top, bar):
@@ -313,8 +311,8 @@ def _rows(counts: list[_Count]) -> tuple[tuple[CountRow, ...], tuple[float, ...]
             seconds *= ratios[-1]
         if count.best is not None:
             strategy, seconds = (count.best.strategy, count.best.seconds) if count.best.fits else (None, math.inf)
-        remark = count.remark if strategy is None else ""
+        remark = (count.too_large or "nothing fits") if strategy is None else ""
         memory = count.best.memory["total"] if count.best and strategy else 0
-        row = CountRow(target.hosts, len(target.devices), seconds, strategy, num_compiled, remark)
-        rows.append(replace(row, memory=memory, usable=count.planner.usable))
+        devices, usable = len(target.devices), count.planner.usable
+        rows.append(CountRow(target.hosts, devices, seconds, strategy, num_compiled, remark, memory, usable))
     return tuple(rows), tuple(dict.fromkeys(ratios)) if compiled else ()
