@@ -122,10 +122,12 @@ def _await_answer(call: Callable[[], Any], address: str, seconds: float | None =
     # 2. Translate the error: a refusal keeps its class, anything else is a lost connection.
     text = getattr(error, "strerror", None) or reason(error)
     code = error.errno if isinstance(error, OSError) else None
-    is_denied = isinstance(error, PermissionError) or text.startswith("PERMISSION_DENIED")  # TensorStore's text
-    # On S3 TensorStore may give the status of the answer, and neither its class nor its words.
-    if not is_denied and (status := re.search(r"\[http_response_code='(401|403)'\]", str(error))):
-        is_denied, text = True, f"the bucket refuses access (HTTP {status[1]}); check the credentials and their rights"
+    is_denied = isinstance(error, PermissionError)
+    # TensorStore gives its own class, the status of the server's answer or both, and not always the server's words.
+    status = re.search(r"\[http_response_code='(401|403)'\]", str(error))
+    if status or text.startswith("PERMISSION_DENIED"):
+        is_denied, answer = True, f" (HTTP {status[1]})" if status else ""
+        text = f"the bucket refuses access{answer}; check the credentials and their rights: {text}"
     if is_denied or isinstance(error, _REFUSALS) or code == errno.EINVAL:
         code = code or (errno.EACCES if is_denied else errno.ENOENT)
         # The text of a refusal may be the key alone; then describe the code.
