@@ -13,6 +13,7 @@ from ..program import jaxpr as jx
 from ..program.primitives import PRODUCTS
 from ..program.walk import visit
 from ..slicing.access import WholeAccess
+from ..slicing.pieces import Stack
 from ..step.pipeline import Piped, slot_tables_of
 from ..step.server import OF_REPLICAS, ServerStep
 from ..step.tracing import Loss
@@ -157,11 +158,18 @@ def in_flight(step: Step, batch: Any) -> tuple[int, int]:
 
 
 class ForwardCost(NamedTuple):
-    """FLOPs and number of a forward's matrix products on a device, and the bytes that its backward needs."""
+    """The cost of a forward on a device.
+
+    Attributes:
+      flops, products: FLOPs and number of its matrix products.
+      saved: the bytes that its backward needs.
+      saved_by_layers: the part of `saved` that the layers of layer stacks leave.
+    """
 
     flops: float
     products: int
     saved: int
+    saved_by_layers: int
 
 
 def forward(step: Step, batch: Any) -> ForwardCost:
@@ -176,12 +184,17 @@ def forward(step: Step, batch: Any) -> ForwardCost:
         *_, tape = Loss(loss, WholeAccess(), leaves).forward(*inputs)
         # The tape's entry of a segment is a tuple: the saved arrays, and for an epilogue its weights, which are left
         # out.
-        return [(inputs, saved[0] if isinstance(saved, tuple) else saved) for inputs, saved in tape]
+        return [(saved[0] if isinstance(saved, tuple) else saved, inputs) for inputs, saved in tape]
 
-    traced, _ = jx.trace(saved_by_pieces, loss.leaves, *loss.inputs, axes=loss.traced_axes)
+    traced, pieces = jx.trace(saved_by_pieces, loss.leaves, *loss.inputs, axes=loss.traced_axes)
     # Inputs and constants are weights and the batch, which exist anyway.
     saved_arrays = {v for v in traced.outvars if not jx.is_literal(v)} - {*traced.invars, *traced.constvars}
+    in_piece = jax.tree.unflatten(jax.tree.structure(pieces), traced.outvars)
+    stacks = [
+        saved for piece, (saved, _) in zip(loss.program.pieces, in_piece, strict=True) if isinstance(piece, Stack)
+    ]
+    saved_by_layers = {v for v in jax.tree.leaves(stacks) if not jx.is_literal(v)} & saved_arrays
     flops = 2.0 * sum(count for count, _ in jx.matmuls(loss.program.eqns).values())
     saved = sum(map(jx.nbytes, saved_arrays))
     products = sum(num_runs for eqn, num_runs in visit(loss.program.eqns) if eqn.primitive.name in PRODUCTS)
-    return ForwardCost(flops, products, saved)
+    return ForwardCost(flops, products, saved, sum(map(jx.nbytes, saved_by_layers)))

@@ -27,7 +27,7 @@ from jax.core import Tracer
 
 from ..backend.packages import needed
 from .calls import IN_INIT, check_call, kind_of, traced
-from .model import Model, row_axes
+from .model import Model, row_axes, without_mesh
 from .module_arrays import ArrayTree, hidden_values
 
 
@@ -114,8 +114,12 @@ class _Maker:
         other_arrays, static = eqx.partition(rest, eqx.is_array)
         return _Parts(params, other_arrays, state, static, static_arrays)
 
-    def shapes(self) -> _Parts:
-        """Return the parts, with shapes for the arrays of the first three."""
+    def trace(self) -> tuple[_Parts, Callable[[jax.Array], list[list[jax.Array]]]]:
+        """Trace `make` once.
+
+        Returns:
+          The parts, with shapes for the arrays of the first three; and a function key -> the leaves of these three.
+        """
         traces: list[tuple[list[Any], _Parts]] = []
 
         def leaves(key: jax.Array) -> list[Any]:
@@ -125,11 +129,14 @@ class _Maker:
             traces.append(([tree for _, tree in flat], parts))
             return [values for values, _ in flat]
 
-        shapes = jax.eval_shape(leaves, jax.random.key(0))
-        # `eval_shape` has called `leaves` once.
-        ((trees, parts),) = traces
+        # jit caches the trace for `init`; with no mesh and inline=True for the reasons that `Model.create` gives.
+        build = jax.jit(leaves, inline=True)
+        with without_mesh():
+            shapes = jax.eval_shape(build, jax.random.key(0))
+        # A key of another implementation is traced again, and appends.
+        trees, parts = traces[0]
         params, other_arrays, state = map(jax.tree.unflatten, trees, shapes)
-        return parts._replace(params=params, other_arrays=other_arrays, state=state)
+        return parts._replace(params=params, other_arrays=other_arrays, state=state), build
 
     def with_numbers(self, names: Sequence[str]) -> _Maker:
         """Compute the arrays in static places, whose `names` are for errors."""
@@ -149,13 +156,15 @@ class EquinoxModule:
     """A module without its arrays, and its loss: the functions of a `Model`.
 
     Attributes:
-      maker: builds the module.
+      eqx: the module `equinox`.
+      build: key -> the leaves of parameters, other arrays and state; `make` was traced once.
       loss: as for `from_equinox`.
       static: the module without its arrays.
       params, other_arrays, state: translate the parameters, the other arrays and the state.
     """
 
-    maker: _Maker
+    eqx: Any
+    build: Callable[[jax.Array], Any]
     loss: Callable[..., Any]
     static: Any
     params: ArrayTree
@@ -165,12 +174,11 @@ class EquinoxModule:
     @classmethod
     def trace(cls, maker: _Maker, loss: Callable[..., Any]) -> Self:
         """Trace `make` for shapes and the static part, and check the loss."""
-        shapes = maker.shapes()
+        shapes, build = maker.trace()
         # Arrays in static places would be used after the trace that made them: trace again with their values.
         if names := shapes.static_arrays.names:
-            maker = maker.with_numbers(names)
-            shapes = maker.shapes()
-        module = cls(maker, loss, shapes.static, *map(ArrayTree, shapes[:3]))
+            shapes, build = maker.with_numbers(names).trace()
+        module = cls(maker.eqx, build, loss, shapes.static, *map(ArrayTree, shapes[:3]))
         loss_arguments = ("module", "state", "batch", "key") if module.has_state else ("module", "batch", "key")
         check_call(loss, "from_equinox(loss=)", *loss_arguments)
         return module
@@ -182,16 +190,16 @@ class EquinoxModule:
 
     def init(self, key: jax.Array) -> tuple[Any, Any]:
         """Return the first parameters and variables."""
-        parts = self.maker.parts(key)
+        trees = self.params, self.other_arrays, self.state
+        params, other_arrays, state = (
+            t.pure(jax.tree.unflatten(t.tree, x)) for t, x in zip(trees, self.build(key), strict=True)
+        )
         # Integer tables and the like are variables too, which a step carries along.
-        variables = {"module": self.other_arrays.pure(parts.other_arrays), "state": self.state.pure(parts.state)}
-        return self.params.pure(parts.params), variables
+        return params, {"module": other_arrays, "state": state}
 
     def _module(self, params: Any, variables: Any) -> Any:
         """Return the module with these values."""
-        return self.maker.eqx.combine(
-            self.params.filled(params), self.other_arrays.filled(variables["module"]), self.static
-        )
+        return self.eqx.combine(self.params.filled(params), self.other_arrays.filled(variables["module"]), self.static)
 
     def bind(self, params: Any, variables: Any) -> Any:
         """Return the module with these values, or the pair of module and state."""
@@ -200,7 +208,7 @@ class EquinoxModule:
 
     def call(self, params: Any, variables: Any, batch: Any, key: jax.Array | None) -> Any:
         """Call the loss; return its result and the new variables."""
-        eqx, module = self.maker.eqx, self._module(params, variables)
+        eqx, module = self.eqx, self._module(params, variables)
         # The loss of a module expects a key, and in inference nothing may depend on it.
         if key is None:
             module, key = eqx.nn.inference_mode(module), jax.random.key(0)
@@ -220,7 +228,7 @@ class EquinoxModule:
         """Return the nested dicts of a module, whole or its parameters alone; nested dicts are returned as they are."""
         if jax.tree.structure(tree) == self.params.dicts:
             return tree
-        eqx = self.maker.eqx
+        eqx = self.eqx
         # The filter leaves None where there is no parameter, as `params` has it.
         return self.params.pure(eqx.filter(tree, eqx.is_inexact_array))
 

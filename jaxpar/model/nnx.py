@@ -25,7 +25,7 @@ from flax.traverse_util import unflatten_dict
 from jax.core import Tracer
 
 from .calls import IN_INIT, check_call, traced
-from .model import Model, row_axes
+from .model import Model, row_axes, without_mesh
 from .module_arrays import ArrayTree, hidden_values
 from .paths import keys_of
 
@@ -81,14 +81,15 @@ class NNXModule:
     """A module without its arrays, and its loss: the functions of a `Model`.
 
     Attributes:
-      make, loss: as for `from_nnx`.
+      build: key -> (the states of parameters and of other variables, arrays in plain objects). Traced once.
+      loss: as for `from_nnx`.
       graph: the module's graph.
       param_shapes: the `nnx.State` of its parameters, abstract.
       params: translates parameters.
       other_variables: translates the other variables.
     """
 
-    make: Callable[[nnx.Rngs], nnx.Module]
+    build: Callable[[jax.Array], Any]
     loss: Callable[[Any, Any], Any]
     graph: Any
     param_shapes: Any
@@ -106,14 +107,18 @@ class NNXModule:
             array_holders.append(in_objects := _arrays_in_objects(module))
             return states, [getattr(obj, name) for obj, name in in_objects]
 
+        # jit caches the trace for `init`: building 64 layers under a trace takes 20 s. With inline=True, a program that
+        # calls it gets the equations themselves. No mesh, as in `Model.create`: for another mesh jit would trace again.
+        build = jax.jit(parts, inline=True)
         # Not nnx.eval_shape: it turns a plain array (RoPE tables, WeightNorm's scales) into a shape, which NNX would
         # take for a static attribute.
-        (param_state, other_state), object_arrays = jax.eval_shape(parts, jax.random.key(0))
-        # The first trace's. `hidden_values` traces again, and appends.
+        with without_mesh():
+            (param_state, other_state), object_arrays = jax.eval_shape(build, jax.random.key(0))
+        # The first trace's. A key of another implementation is traced again, and appends.
         graph, holders = graphs[0], array_holders[0]
         # Compute the arrays in plain objects. The graph refers to these objects, which hold tracers until now.
         if object_arrays:
-            pairs = zip(*hidden_values(lambda key: parts(key)[1]), strict=True)
+            pairs = zip(*hidden_values(lambda key: build(key)[1]), strict=True)
             for (obj, name), (value, is_random) in zip(holders, pairs, strict=True):
                 if is_random:
                     raise ValueError(
@@ -122,11 +127,11 @@ class NNXModule:
                     )
                 # The object may be a frozen dataclass.
                 object.__setattr__(obj, name, np.asarray(value))
-        return cls(make, loss, graph, param_state, _StateTree(param_state), _StateTree(other_state))
+        return cls(build, loss, graph, param_state, _StateTree(param_state), _StateTree(other_state))
 
     def init(self, key: jax.Array) -> tuple[Any, Any]:
         """Return the first parameters and variables."""
-        _, params, variables = nnx.split(_build(self.make, key), nnx.Param, ...)
+        (params, variables), _ = self.build(key)
         return self.params.pure(params), self.other_variables.pure(variables)
 
     def bind(self, params: Any, variables: Any) -> Any:

@@ -249,3 +249,31 @@ def test_an_error_inside_a_vmapped_linen_module_is_said() -> None:
     step = jp.make_train_step(model, optax.sgd(0.1), "ddp", mesh=jax.devices()[:4])
     with pytest.raises(ValueError, match=r"cache/last \[8, 3\] has one value for each of the batch's 8 rows"):
         step.trace(batch)
+
+
+class TwoLayers(nnx.Module):
+    built = 0  # how often the constructor ran
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        TwoLayers.built += 1
+        self.up, self.down = nnx.Linear(4, 8, rngs=rngs), nnx.Linear(8, 1, rngs=rngs)
+
+
+def test_a_constructor_runs_once() -> None:
+    """It ran in `from_nnx` and again in `make_train_step`: under a trace, 64 layers in a loop take 20 s each time."""
+
+    eqx = pytest.importorskip("equinox", reason="Equinox is not installed: pip install equinox")
+
+    def make(key: jax.Array) -> Any:
+        TwoLayers.built += 1
+        return eqx.nn.Linear(4, 1, key=key)
+
+    models = (
+        lambda: jp.from_nnx(lambda rngs: TwoLayers(rngs), lambda module, x: module.down(module.up(x)).mean()),
+        lambda: jp.from_equinox(make, lambda module, x, key: jax.vmap(module)(x).mean()),
+    )
+    for model in models:
+        TwoLayers.built = 0
+        step = jp.make_train_step(model(), optax.sgd(0.1), "fsdp", mesh=jax.devices()[:2])
+        step(step.init(jax.random.key(1)), jnp.ones((4, 4)))
+        assert TwoLayers.built == 1

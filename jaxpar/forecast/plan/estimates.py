@@ -15,8 +15,8 @@
                  what the promise of the strategy's rule says, separately for experts
     update       of an optimizer of whole matrices: FLOPs of the busiest owner / float32's peak, counted as compute; and
                  the exchanges that `numerics/matrices/owners.py` promises, counted as sent
-    host         with `offload`: the optimizer's state to the host and back, during which nothing computes; activations
-                 and layers to the host and back, which overlap with compute
+    host         with `offload`: the optimizer's state to the host and back, during which nothing computes; layers and
+                 their activations from the host, which overlap with compute and with copies to the host
     seconds      compute + host + communication of tensor and context + max(0, other communication - compute). This is
                  less than the program takes: peaks and link bandwidths are upper bounds
 
@@ -93,6 +93,7 @@ class _LossCost:
       products: the number of matmuls.
       saved_per_row: bytes saved for the backward that grow with the rows.
       saved_fixed: bytes saved for the backward whatever the number of rows.
+      saved_by_layers: the share of these bytes that layers of layer stacks leave.
       num_layers: the layers that a pipeline distributes; 0 if the loss has no stack of layers.
       layer_elements: the elements of one layer's parameters.
       sent: (kind, axes) -> the number of collectives, and the bytes of all their buffers.
@@ -102,6 +103,7 @@ class _LossCost:
     products: int
     saved_per_row: float
     saved_fixed: float
+    saved_by_layers: float
     num_layers: int
     layer_elements: int
     sent: dict[tuple[str, tuple[str, ...]], tuple[int, float]]
@@ -265,11 +267,13 @@ class Estimator:
                 )
             # The optimizer's state, and the trained parameters that it updates, move both ways without any compute.
             blocking += 2 * (state.host["optimizer"] + state.host["params"] * state.trained / state.elements) / speed
-            overlapped_bytes = 2 * s.turns * state.host["params"]  # layers, for the forward and for the backward
+            copied_back = 2 * s.turns * state.host["params"]  # layers, for the forward and for the backward
             if "activations" in s.offloads:
-                overlapped_bytes += 2 * s.turns * saved
-                saved *= 2 / max(2, loss.num_layers)  # two layers are on the device at a time
-            blocking += max(0.0, overlapped_bytes / speed - compute)
+                saved_by_layers = loss.saved_by_layers * saved
+                copied_back += s.turns * saved_by_layers
+                # Two layers' are on the device at a time.
+                saved += saved_by_layers * (2 / max(2, loss.num_layers) - 1)
+            blocking += max(0.0, copied_back / speed - compute)
 
         seconds, sent = compute + blocking + max(0.0, overlappable - compute), blocking + overlappable
         return Estimate(
@@ -340,7 +344,14 @@ class Estimator:
         sizes = [(stack.length, sum(math.prod(x.shape) for x in stack.unit.shapes)) for stack in stacks]
         num_layers, layer_elements = max(sizes, key=math.prod, default=(0, 0))
         return _LossCost(
-            cost.flops, cost.products, cost_of_two.saved - cost.saved, saved_fixed, num_layers, layer_elements, sent
+            cost.flops,
+            cost.products,
+            saved_per_row=cost_of_two.saved - cost.saved,
+            saved_fixed=saved_fixed,
+            saved_by_layers=cost.saved_by_layers / max(1, cost.saved),
+            num_layers=num_layers,
+            layer_elements=layer_elements,
+            sent=sent,
         )
 
     def _weight_seconds(self, s: Strategy, shape: dict[str, int], state: _StoredState) -> float:
