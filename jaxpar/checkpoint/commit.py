@@ -214,5 +214,5 @@ def remove_unfinished(folder: Place) -> None:
 def _reason(error: Exception) -> str:
     """Return why a save failed, and what to try."""
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}; make room, or see that the folder is there and may be written to"
+        return f"{error.strerror}; make room, or see that all hosts have the same folder and may write to it"
     return f"{type(error).__name__}: {reason(error)}; see what it says"

@@ -349,8 +349,8 @@ def write_stacks(watch: Watch) -> str:
         try:
             with path.open("w") as file:
                 faulthandler.dump_traceback(file, all_threads=True)
-            return f"where its threads were is in {path}"
+            return f"where the threads of this process were is in {path}"
         except OSError as error:  # a full disk may be the cause of the failure; write to stderr
             os.write(2, f"{path}: {error.strerror}\n".encode())
     faulthandler.dump_traceback(2, all_threads=True)
-    return "where its threads were is above"
+    return "where the threads of this process were is above"

@@ -197,7 +197,8 @@ def test_a_resumed_run_counts_from_its_checkpoint(run: Run) -> None:
 
 def test_stacks_are_written_beside_the_run(run: Run, tmp_path: Path) -> None:
     run.watches[1].stack_folder = tmp_path
-    assert watchdog.write_stacks(run.watches[1]) == f"where its threads were is in {tmp_path}/stacks-rank-1.txt"
+    sentence = watchdog.write_stacks(run.watches[1])
+    assert sentence == f"where the threads of this process were is in {tmp_path}/stacks-rank-1.txt"
     assert "test_stacks_are_written_beside_the_run" in (tmp_path / "stacks-rank-1.txt").read_text()
 
 
