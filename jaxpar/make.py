@@ -444,8 +444,8 @@ class TrainStep(Step):
           fresh: with `weights_only`, returns whether the parameter of a path starts from the model's initial value: new
             adapters on a given base.
 
-        Raises ValueError if the checkpoint is damaged, or of another model, optimizer or dtype (nothing is cast); it
-        names the array and the file.
+        Raises FileNotFoundError if there is no checkpoint, so that a loop can start anew. Raises ValueError if it is
+        damaged, or of another model, optimizer or dtype (nothing is cast); it names the array and the file.
         """
         saved = Checkpoint(folder)
         if weights_only:

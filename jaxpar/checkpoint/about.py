@@ -56,6 +56,14 @@ class DamagedError(ValueError):
         super().__init__(f"{folder} is damaged: {problem}; {advice or 'start a new run'}")
 
 
+class NoCheckpointError(FileNotFoundError, ValueError):
+    """Error about a folder without a complete checkpoint.
+
+    It is a ValueError, as all errors about checkpoints. As a FileNotFoundError, a loop can tell it from a damaged
+    checkpoint, and start anew only where there is nothing to lose.
+    """
+
+
 @dataclass(frozen=True)
 class About:
     """The description of a checkpoint. Its fields have the names of the JSON file.

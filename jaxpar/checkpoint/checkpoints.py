@@ -28,7 +28,7 @@ from ..backend.files import place
 from ..layout.boxes import Box, box_of, parts
 from ..layout.state import State
 from ..step.core import Step
-from .about import About, DamagedError, check_same_run, complete_steps, resolved_strategy
+from .about import About, DamagedError, NoCheckpointError, check_same_run, complete_steps, resolved_strategy
 from .arrays import (
     EXTRA,
     Array,
@@ -180,14 +180,15 @@ class Checkpoints:
           good: restore the newest checkpoint that is not damaged, and rename newer ones, which are damaged.
 
         Raises:
-          ValueError: if there is no checkpoint, or it is damaged or belongs to another run.
+          NoCheckpointError: if there is no checkpoint.
+          ValueError: if it is damaged or belongs to another run.
         """
         self.notes = []
         if good:  # process 0 verifies and renames, while the others wait for it
             self.notes = run_on_all_hosts("set aside", list if jax.process_index() else self._set_aside_damaged)
         number = self.latest
         if number is None:
-            raise ValueError(f"{self.folder} holds no complete checkpoint; start the run anew")
+            raise NoCheckpointError(f"{self.folder} holds no complete checkpoint; start the run anew")
         # 1. Check that the checkpoint is of this run, and read it.
         saved = Checkpoint(self.folder / str(number))
         check_same_run(saved.run, self.about, saved.folder, self._changed)

@@ -10,7 +10,7 @@ from ..backend.buckets import Place
 from ..backend.files import place
 from ..backend.text import few
 from ..layout.boxes import slabs
-from .about import TREE, About, DamagedError, check_files, complete_steps
+from .about import TREE, About, DamagedError, NoCheckpointError, check_files, complete_steps
 from .arrays import EXTRA
 from .commit import wait_for
 from .stores import OpenedArray, Tree
@@ -35,7 +35,8 @@ class Checkpoint:
         arrays below its `params`, or all arrays if nothing has that name.
 
     Raises:
-      ValueError: if there is no checkpoint, or its description is damaged.
+      FileNotFoundError: if there is no checkpoint; it is also a ValueError.
+      ValueError: if its description is damaged.
     """
 
     def __init__(self, folder: Place | str):
@@ -98,10 +99,12 @@ def _last_checkpoint(folder: Place) -> Place:
     """Return the folder of a checkpoint: `folder`, or the last one in it or in its folder `checkpoints`.
 
     Raises:
-      ValueError: if there is none.
+      NoCheckpointError: if there is none.
     """
     if not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder; pass the folder of a checkpoint, or one that holds checkpoints")
+        raise NoCheckpointError(
+            f"{folder} is not a folder; pass the folder of a checkpoint, or one that holds checkpoints"
+        )
     if (folder / "about").is_dir() or (folder / STATE).is_dir() or _foreign_tree(folder) is not None:
         return folder
     for parent in (folder, folder / "checkpoints"):
@@ -109,7 +112,7 @@ def _last_checkpoint(folder: Place) -> Place:
             return parent / str(steps[-1])
     if folder.name.isdecimal():
         return folder  # a damaged checkpoint: reading it says what it lacks
-    raise ValueError(f"{folder} holds no complete checkpoint; start the run anew")
+    raise NoCheckpointError(f"{folder} holds no complete checkpoint; start the run anew")
 
 
 def _foreign_tree(folder: Place) -> Place | None:

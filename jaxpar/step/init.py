@@ -185,15 +185,20 @@ class FirstState:
 
     def abstract_state(self) -> State:
         """Return the state as shapes, dtypes and shardings, without any array."""
-        shapes = jax.eval_shape(self._create, jax.random.key(0))
-        return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, self._shardings)
+        return jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), self._shapes, self._shardings
+        )
+
+    @functools.cached_property
+    def _shapes(self) -> State:
+        """The state as shapes and dtypes."""
+        return jax.eval_shape(self._create, jax.random.key(0))
 
     @functools.cached_property
     def _shardings(self) -> Any:
         """The sharding of every array, in the tree of a state."""
         # Only the tree is needed of variables and loss scale, which are replicated.
-        shapes = jax.eval_shape(self._create, jax.random.key(0))
-        layout, replicated = self.layout, self.layout.sharding(PartitionSpec())
+        shapes, layout, replicated = self._shapes, self.layout, self.layout.sharding(PartitionSpec())
         return State(
             step=replicated,  # type: ignore[arg-type]
             params=layout.shardings("params"),

@@ -93,7 +93,11 @@ def test_what_does_not_fit_is_not_restored(tmp_path: Path) -> None:
         pytest.raises(ValueError, match="0 already exists, from another or an earlier run; name another"),
     ):
         saves.save(0, state)
-    with pytest.raises(ValueError, match="is not a folder"):
+    # A loop that starts anew without a checkpoint catches this, and not a damaged checkpoint (test_damage.py).
+    with pytest.raises(FileNotFoundError, match="is not a folder"):
         jp.Checkpoint(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match="holds no complete checkpoint"):
+        saves.step.restore(tmp_path / "empty")
     with pytest.raises(ValueError, match="need weights_only=True"):
         saves.step.restore(tmp_path, key=jax.random.key(0))
