@@ -16,8 +16,7 @@ from jaxpar.hardware.devices import target
 from jaxpar.inspect.predict import predict
 from jaxpar.models import named
 
-# Two hosts. Rows are few, so that communication is much of a step.
-TARGET, OPTIMIZER = target("16xH100"), optax.adamw(1e-3)
+OPTIMIZER, ROWS, LENGTH = optax.adamw(1e-3), 64, 512  # few rows, so that communication is much of a step
 DENSE = [
     "data=16",
     "data=16,microbatches=2",
@@ -70,12 +69,12 @@ CELLS = [("dense", strategy) for strategy in DENSE] + [("mixture", strategy) for
 
 @functools.cache
 def estimator(kind: str) -> tuple[Any, Estimator]:
+    """Return the named model, and its closed forms on two hosts."""
     if kind == "dense":
-        model, length = named("llama3.2-1b", layers=4, vocab=8192), 512
+        model = named("llama3.2-1b", layers=4, vocab=8192)
     else:
-        model, length = named("mixtral-8x7b", layers=2, vocab=8192, dim=1024, heads=8, kv_heads=8, ffn=3584), 512
-    batch = model.example(64, length)
-    return model, Estimator(model.model, OPTIMIZER, TARGET, batch)
+        model = named("mixtral-8x7b", layers=2, vocab=8192, dim=1024, heads=8, kv_heads=8, ffn=3584)
+    return model, Estimator(model.model, OPTIMIZER, target("16xH100"), model.example(ROWS, LENGTH))
 
 
 @pytest.mark.slow
@@ -83,8 +82,8 @@ def estimator(kind: str) -> tuple[Any, Estimator]:
 @pytest.mark.parametrize(("kind", "text"), CELLS, ids=[f"{kind}-{text}" for kind, text in CELLS])
 def test_a_program_takes_longer_than_its_bound(kind: str, text: str) -> None:
     model, closed_forms = estimator(kind)
-    step = jp.make_train_step(model.model, OPTIMIZER, f"{text},precision=bf16", mesh=TARGET.devices)
-    batch = closed_forms.batch
-    bound = closed_forms.estimate(step.strategy)
-    seconds = predict(step.compile(batch), step, batch, TARGET.hardware, model.flops(64, 512)).seconds
+    devices, batch = closed_forms.target, closed_forms.batch
+    step = jp.make_train_step(model.model, OPTIMIZER, f"{text},precision=bf16", mesh=devices.devices)
+    bound, flops = closed_forms.estimate(step.strategy), model.flops(ROWS, LENGTH)
+    seconds = predict(step.compile(batch), step, batch, devices.hardware, flops).seconds
     assert 0.1 * seconds < bound.seconds < seconds
