@@ -43,6 +43,7 @@ DENSE = [
     "pipe=4,fsdp=4,microbatches=4",
     "pipe=2,chunks=2,fsdp=8,microbatches=4",
     "pipe=4,data=4,microbatches=4,schedule=zb-h1",
+    "pipe=4,data=4,microbatches=4,schedule=zb-h1,remat=twice",
     "context=8,fsdp=2,attention=gather",
     "context=8,fsdp=2,attention=ring",
     "context=8,fsdp=2,attention=ulysses",

@@ -325,8 +325,7 @@ class Estimator:
 
     def _loss_cost(self, strategy: Strategy) -> _LossCost:
         """Trace the loss on the ranks of `tensor`, `context` and `expert` alone, for one and for two rows per rank."""
-        changes = {"data": 1, "fsdp": 1, "rule": "", "pipe": 1, "microbatches": 1, "concurrent": 1, "chunks": 1}
-        s = dataclasses.replace(strategy, **changes)
+        s = Strategy(**_loss_fields(strategy))
         step = self._step(s, self.target.devices[: s.tensor * s.context * s.expert])
         # Expert ranks do not share rows, so that `expert` rows are one per rank.
         one_row, two_rows = (_with_rows(self.batch, n * s.expert) for n in (1, 2))
@@ -433,9 +432,18 @@ def _layout_key(s: Strategy) -> tuple[Any, ...]:
     return *axes, s.precision, s.reduce, *(term in s.offloads for term in ("optimizer", "params"))
 
 
-def _loss_key(s: Strategy) -> tuple[Any, ...]:
+def _loss_fields(s: Strategy) -> dict[str, Any]:
     """Return the fields of a strategy that decide the traced loss of one row."""
-    return s.tensor, s.sequence, s.remat, s.expert, s.context, s.attention
+    # Not `logits`: by default logits are in chunks, which stores least.
+    names = "tensor sequence remat expert context attention precision fp8_except fp8_scaling kernels".split()
+    # "twice" recomputes in both halves of a pipeline's backward, and saves what "layer" saves.
+    remat = {"remat": "layer"} if s.remat == "twice" else {}
+    return {name: getattr(s, name) for name in names} | remat
+
+
+def _loss_key(s: Strategy) -> tuple[Any, ...]:
+    """Return the values of `_loss_fields`."""
+    return tuple(_loss_fields(s).values())
 
 
 def _with_rows(batch: Any, rows: int) -> Any:
