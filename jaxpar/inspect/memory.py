@@ -184,14 +184,14 @@ def forward(step: Step, batch: Any) -> ForwardCost:
         *_, tape = Loss(loss, WholeAccess(), leaves).forward(*inputs)
         # The tape's entry of a segment is a tuple: the saved arrays, and for an epilogue its weights, which are left
         # out.
-        return [(saved[0] if isinstance(saved, tuple) else saved, inputs) for inputs, saved in tape]
+        return [(inputs, saved[0] if isinstance(saved, tuple) else saved) for inputs, saved in tape]
 
     traced, pieces = jx.trace(saved_by_pieces, loss.leaves, *loss.inputs, axes=loss.traced_axes)
     # Inputs and constants are weights and the batch, which exist anyway.
     saved_arrays = {v for v in traced.outvars if not jx.is_literal(v)} - {*traced.invars, *traced.constvars}
     in_piece = jax.tree.unflatten(jax.tree.structure(pieces), traced.outvars)
     stacks = [
-        saved for piece, (saved, _) in zip(loss.program.pieces, in_piece, strict=True) if isinstance(piece, Stack)
+        saved for piece, (_, saved) in zip(loss.program.pieces, in_piece, strict=True) if isinstance(piece, Stack)
     ]
     saved_by_layers = {v for v in jax.tree.leaves(stacks) if not jx.is_literal(v)} & saved_arrays
     flops = 2.0 * sum(count for count, _ in jx.matmuls(loss.program.eqns).values())

@@ -129,7 +129,7 @@ class _Maker:
             traces.append(([tree for _, tree in flat], parts))
             return [values for values, _ in flat]
 
-        # jit caches the trace for `init`; with no mesh and inline=True for the reasons that `Model.create` gives.
+        # jit caches the trace for `init`. No mesh, as in `Model.create`: for another mesh jit would trace again.
         build = jax.jit(leaves, inline=True)
         with without_mesh():
             shapes = jax.eval_shape(build, jax.random.key(0))

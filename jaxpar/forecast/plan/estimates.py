@@ -93,7 +93,7 @@ class _LossCost:
       products: the number of matmuls.
       saved_per_row: bytes saved for the backward that grow with the rows.
       saved_fixed: bytes saved for the backward whatever the number of rows.
-      saved_by_layers: the share of these bytes that layers of layer stacks leave.
+      layer_share: the share of these bytes that layers of layer stacks leave.
       num_layers: the layers that a pipeline distributes; 0 if the loss has no stack of layers.
       layer_elements: the elements of one layer's parameters.
       sent: (kind, axes) -> the number of collectives, and the bytes of all their buffers.
@@ -103,7 +103,7 @@ class _LossCost:
     products: int
     saved_per_row: float
     saved_fixed: float
-    saved_by_layers: float
+    layer_share: float
     num_layers: int
     layer_elements: int
     sent: dict[tuple[str, tuple[str, ...]], tuple[int, float]]
@@ -269,9 +269,9 @@ class Estimator:
             blocking += 2 * (state.host["optimizer"] + state.host["params"] * state.trained / state.elements) / speed
             copied_back = 2 * s.turns * state.host["params"]  # layers, for the forward and for the backward
             if "activations" in s.offloads:
-                saved_by_layers = loss.saved_by_layers * saved
+                saved_by_layers = loss.layer_share * saved
                 copied_back += s.turns * saved_by_layers
-                # Two layers' are on the device at a time.
+                # Activations of two layers are on the device at a time.
                 saved += saved_by_layers * (2 / max(2, loss.num_layers) - 1)
             blocking += max(0.0, copied_back / speed - compute)
 
@@ -347,7 +347,7 @@ class Estimator:
             cost.products,
             saved_per_row=cost_of_two.saved - cost.saved,
             saved_fixed=saved_fixed,
-            saved_by_layers=cost.saved_by_layers / max(1, cost.saved),
+            layer_share=cost.saved_by_layers / max(1, cost.saved),
             num_layers=num_layers,
             layer_elements=layer_elements,
             sent=sent,
