@@ -46,11 +46,12 @@ compare: setup
 	$(BIN)/python experiments/compare.py
 
 # Which cells of a test run: one in so many, from one that the commit's hash decides, so that the next commits run others.
-# `make test` runs a fifth of the tests, in turn, and always those that a planted defect needs (tests/defects.py).
+# `make test` runs a fifth of the tests, in turn, and always those that a planted defect needs (tests/defects.py). CI runs
+# all tests except slow ones, of which it takes half in turn (ROTATE_SLOW=2).
 EACH = $(or $(EVERY),8)
 START = $(or $(FROM),$(shell hash=$$(git rev-parse HEAD 2>/dev/null | cut -c 1-7); echo $$((0x$${hash:-0} % (5 * $(EACH))))))
-CELLS = --sample $(EACH) --from $(START) $(if $(EVERY)$(SLOW),,-m 'not slow' $(if $(ROOM),,--rotate 5))
-AGAIN = make test $(if $(filter-out .venv,$(VENV)),VENV=$(VENV) )$(if $(ROOM),ROOM=$(ROOM) )$(if $(EVERY),EVERY=$(EVERY) )$(if $(SLOW),SLOW=$(SLOW) )FROM=$(START)
+CELLS = --sample $(EACH) --from $(START) $(if $(ROTATE_SLOW),--rotate-slow $(ROTATE_SLOW)) $(if $(EVERY)$(SLOW),,-m 'not slow' $(if $(ROOM),,--rotate 5))
+AGAIN = make test $(if $(filter-out .venv,$(VENV)),VENV=$(VENV) )$(if $(ROOM),ROOM=$(ROOM) )$(if $(EVERY),EVERY=$(EVERY) )$(if $(SLOW),SLOW=$(SLOW) )$(if $(ROTATE_SLOW),ROTATE_SLOW=$(ROTATE_SLOW) )FROM=$(START)
 
 test: $(VENV)/.packages
 ifdef ROOM

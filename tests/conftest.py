@@ -67,6 +67,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--sample", type=int, default=1, help="of the cells of each test one in so many, in their order")
     parser.addoption("--from", type=int, default=0, help="the place of the first of these")
     parser.addoption("--rotate", type=int, default=1, help="of tests that no planted defect needs, one in so many")
+    parser.addoption("--rotate-slow", type=int, default=1, help="of such tests that are marked slow, one in so many")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -76,8 +77,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         cells[item.nodeid.partition("[")[0]].append(item)
     each, first = config.getoption("--sample"), config.getoption("--from")
-    rotate = config.getoption("--rotate")
-    tests = [test for i, test in enumerate(cells) if i % rotate == first // each % rotate or finds_defect(test)]
+
+    def is_in_turn(i: int, test: str) -> bool:
+        is_slow = all(item.get_closest_marker("slow") for item in cells[test])
+        rotate = config.getoption("--rotate-slow" if is_slow else "--rotate")
+        return i % rotate == first // each % rotate or finds_defect(test)
+
+    tests = [test for i, test in enumerate(cells) if is_in_turn(i, test)]
     kept = {item for test in tests for item in cells[test][first % min(each, len(cells[test])) :: each]}
     deselect(config, items, [item for item in items if item not in kept])
     # Of tests in no group, those that start processes take longest: at the end one worker would wait for the other.
