@@ -94,8 +94,8 @@ def page(found: Mapping[str, Found]) -> str:
         "condition in the figure.",
         "",
         *(f"- *{how}*: {words}." for how, words in HOW.items() if how != "timed"),
-        f"- *timed*: the fastest of {timing.ROUNDS} steps on {machine()}. That is no accelerator: only the order "
-        f"means something.",
+        f"- *timed*: the fastest of {timing.ROUNDS} steps on {machine()}. That is no accelerator, and beside other "
+        "work even the order can change.",
         "",
     ]
     for title, room in ROOMS.items():

@@ -41,10 +41,9 @@ def five_exchanges() -> Found:
     written = sum(one.count or 0 for one in ledger("ddp"))
     compiled = sum(one.count or 0 for one in explained("ddp").ledger if one.bytes > 1000)
     figure = (
-        f"The server: {', '.join(five)}. DDP has one kind, an all-reduce, and as many of them as it has arrays "
-        f"and layers ({written} written in the step, {compiled} in the program that the CPU's compiler makes); one, "
-        f"where "
-        "they are put together in a bucket."
+        f"The server: {', '.join(five)}. DDP has one kind, an all-reduce, one for each array and layer: {written} "
+        f"written in the step, {compiled} in the program that the CPU's compiler makes. With all gradients in one "
+        "bucket it would be one."
     )
     return Found(verdict(len(five) == 5, only_if=written > 1), figure, {"exchanges": len(five), "written": written})
 
