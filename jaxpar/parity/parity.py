@@ -33,7 +33,7 @@ from .reference import Reference
 
 _SCALE_TEXTS = {  # `Difference.scale` -> how it prints
     "leaf": "its largest element",
-    "tree": "a thousandth of the largest element of all leaves",
+    "tree": "1/1000 of the largest element of all leaves, since its own are smaller",
     "terms": "the terms that cancel in it",
 }
 
@@ -79,7 +79,9 @@ class Report:
         verdict = "same as one device" if self.ok else "DIFFERS from one device"
         lines = [f"{verdict}: loss {self.loss:.7g}, one device {self.expected_loss:.7g}"]
         line = f"worst {w.kind} {w.path}: error {w.error:.2g} of {_SCALE_TEXTS[w.scale]} (allowed {self.tolerance:.0e})"
-        lines.append(f"{line}, ratio {w.ratio:.4g}" + (f": {w.hint}" if w.hint and w.error > self.tolerance else ""))
+        if w.error > self.tolerance:
+            line += f", ratio {w.ratio:.4g}" + f": {w.hint}" * bool(w.hint)
+        lines.append(line)
         if self.uncut_loss is not None and not _is_close(self.uncut_loss, self.expected_loss, self.tolerance):
             lines.append(
                 "one device was given the same microbatches, and the loss depends on which rows share one: the loss of "
@@ -88,7 +90,7 @@ class Report:
         if self.idle:
             lines.append("every gradient is zero, on one device too: the loss depends on no trained parameter")
         if by_terms := [f"{d.kind} {d.path}" for d in self.differences if d.scale == "terms"]:
-            lines.append(f"judged by the terms that cancel in it: {few(by_terms, 4)}")
+            lines.append(f"zero in exact arithmetic, so compared with their rounding: {few(by_terms, 4)}")
         return "\n".join([*lines, *([str(self.where)] if self.where is not None else [])])
 
 

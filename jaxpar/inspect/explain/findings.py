@@ -270,16 +270,16 @@ def _pipeline_remarks(step: Step, program: Program) -> Iterator[str]:
 
 def _attention_remarks(step: Step, notes: Notes) -> Iterator[str]:
     """Yield which attention was recognised in the model's equations, and how `context` computes attention."""
-    treatment, verb = "goes by blocks, as jp.attention does: none of", "is kept"
+    treatment = "are not stored, since it is computed in blocks, as by jp.attention"
     if not step.tracing.takes_attention:
-        treatment, verb = "stays so:", "are whole"
+        treatment = "are stored whole"
     # The shapes are those before heads are split.
     place = " over all ranks of tensor" if step.mesh.shape["tensor"] > 1 else ""
     for line, (mask, scores) in notes.attention_spelled.items():
         scores_text = f"{scores.str_short()}, {size(math.prod(scores.shape) * scores.dtype.itemsize)}"
-        yield f"{line}: attention that is spelled out, {mask}, {treatment} its scores, {scores_text}{place}, {verb}."
+        yield f"{line}: the scores of the model's own attention ({mask}), {scores_text}{place}, {treatment}."
     for line, reason in notes.attention_not_taken.items():
-        yield f"{line}: attention that is spelled out stays so, since it {reason}."
+        yield f"{line}: the model's own attention is not computed in blocks, since it {reason}."
     if (mode := notes.attention_mode) is not None:
         mode_text = mode.name + " in zigzag order" * (mode.order == "zigzag")
         yield f"context={step.mesh.shape['context']}: attention by {mode_text}, since {mode.why}."

@@ -599,7 +599,7 @@ def test_every_spelling_by_every_way_at_an_odd_length(
             assert positions == 0 or (positions == 1 and math.prod(shape) < B * T * H * D)
 
 
-SPELLED_OUT = r"test_spelled.py:\d+:\d+ \(weighed\): attention that is spelled out"
+LINE = r"test_spelled.py:\d+:\d+ \(weighed\)"
 SCORES = r"float32\[\d,4,14,14\], [\d.]+ kB"
 
 
@@ -609,12 +609,20 @@ SCORES = r"float32\[\d,4,14,14\], [\d.]+ kB"
         (
             where_minus_inf,
             "context=4,attention=ring",
-            f"{SPELLED_OUT}, causal, goes by blocks, as jp.attention does: none of its scores, {SCORES}, is kept",
+            rf"{LINE}: the scores of the model's own attention \(causal\), {SCORES}, are not stored",
         ),
-        (where_minus_inf, "context=4,attention=gather", f"causal, stays so: its scores, {SCORES}, are whole"),
-        (where_minus_inf, "tensor=4,sequence=false", f"causal, stays so: its scores, {SCORES}, are whole"),
+        (where_minus_inf, "context=4,attention=gather", rf"\(causal\), {SCORES}, are stored whole"),
+        (
+            where_minus_inf,
+            "tensor=4,sequence=false",
+            rf"\(causal\), {SCORES} over all ranks of tensor, are stored whole",
+        ),
         # Under `auto` its keys were gathered, and no remark told why.
-        (divided_at_the_end, "context=4", f"{SPELLED_OUT} stays so, since it weighs values {UNKNOWN}"),
+        (
+            divided_at_the_end,
+            "context=4",
+            f"{LINE}: the model's own attention is not computed in blocks, since it weighs values {UNKNOWN}",
+        ),
     ],
 )
 def test_attention_is_explained_with_its_line_and_mask(fun: Spelling, text: str, says: str) -> None:
