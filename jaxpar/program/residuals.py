@@ -161,8 +161,12 @@ def residuals_to_save(
       The variables to save, and the equations that recompute the others from them.
     """
     known_vars, barred = set(known_vars), set(barred)
-    # The equation that can recompute a variable.
-    cheap_eqn_of = {v: eqn for eqn in eqns if cheap(eqn) and not eqn.effects for v in eqn.outvars}
+    # The equation that can recompute a variable. A scalar that reads literals alone, as the 1 in JAX's derivative of
+    # tanh, is a constant in either program; saved, each layer would write and read it, and XLA could not fold it.
+    is_constant = lambda eqn: all(map(jx.is_literal, eqn.invars)) and all(v.aval.ndim == 0 for v in eqn.outvars)
+    cheap_eqn_of = {
+        v: eqn for eqn in eqns if (cheap(eqn) or is_constant(eqn)) and not eqn.effects for v in eqn.outvars
+    }
     residuals = list(residuals)
     saved_vars = dict.fromkeys(v for v in residuals if not jx.is_literal(v) and v not in known_vars)
     # From last to first, so that the operands that are saved instead of a result are considered in their turn.

@@ -61,7 +61,9 @@ def overlapping() -> jp.Model:
     return jp.Model(init=draw, loss=loss)
 
 
-@pytest.mark.parametrize("model", [named("llama-tiny", layers=3, tied=False).model, overlapping()])
+@pytest.mark.parametrize(
+    "model", [named("llama-tiny", layers=3).model, named("llama-tiny", layers=3, tied=False).model, overlapping()]
+)
 def test_gradients_are_the_same_to_the_bit(monkeypatch: pytest.MonkeyPatch, model: jp.Model) -> None:
     """As when every gradient is cast to float32 where it is computed."""
 
@@ -75,7 +77,7 @@ def test_gradients_are_the_same_to_the_bit(monkeypatch: pytest.MonkeyPatch, mode
 
     def with_sums(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        self.has_one_use = [False] * len(self.has_one_use)
+        self.has_one_use = self.has_two_uses = [False] * len(self.has_one_use)
 
     monkeypatch.setattr(access.RuleAccess, "__init__", with_sums)
     for a, b in zip(narrow, gradients(), strict=True):
