@@ -162,7 +162,8 @@ def residuals_to_save(
     """
     known_vars, barred = set(known_vars), set(barred)
     # The equation that can recompute a variable.
-    cheap_eqn_of = {v: eqn for eqn in eqns if cheap(eqn) and not eqn.effects for v in eqn.outvars}
+    may_rerun = lambda eqn: (cheap(eqn) or _is_constant(eqn)) and not eqn.effects
+    cheap_eqn_of = {v: eqn for eqn in eqns if may_rerun(eqn) for v in eqn.outvars}
     residuals = list(residuals)
     saved_vars = dict.fromkeys(v for v in residuals if not jx.is_literal(v) and v not in known_vars)
     # From last to first, so that the operands that are saved instead of a result are considered in their turn.
@@ -173,6 +174,45 @@ def residuals_to_save(
                 del saved_vars[result]
                 saved_vars.update(replacement)
     return list(saved_vars), jx.needed(eqns, residuals, {*saved_vars, *known_vars})
+
+
+def _is_constant(eqn: Any) -> bool:
+    """Return whether an equation computes scalars from literals alone, such as the 1 in JAX's derivative of tanh.
+
+    If a layer saved such a scalar, each would write and read it, and XLA could not fold it.
+    """
+    return all(map(jx.is_literal, eqn.invars)) and all(v.aval.ndim == 0 for v in eqn.outvars)
+
+
+def row_scales(eqns: Sequence[Any]) -> set[Any]:
+    """Return the sums over the last dim that only scale rows: the sum of squares in an RMS norm.
+
+        r = rsqrt(sum x^2 / D + eps)        y = x r        backward: d r = sum dy x
+
+    The backward reads x for its own sum, and computes both sums in one pass. If nothing else reads r, XLA computes the
+    whole norm in one kernel, which reads x once (H200 program, jax 0.10.2). If r is saved, XLA reads x twice.
+
+    A mean m that is subtracted is not such a sum: `sum dy (x - m)` needs m first, and so another pass over x.
+    """
+    readers: dict[Any, list[Any]] = {}
+    for eqn in eqns:
+        for v in {v for v in eqn.invars if not jx.is_literal(v)}:
+            readers.setdefault(v, []).append(eqn)
+
+    def only_scales(var: Any) -> bool:
+        return all(_scales(eqn, var) for eqn in readers.get(var, ()))
+
+    def _scales(eqn: Any, var: Any) -> bool:
+        result = eqn.outvars[0]
+        if result.aval.size == var.aval.size:  # a function of it, for each row
+            return cheap(eqn) and only_scales(result)
+        if eqn.primitive.name == "broadcast_in_dim":
+            return all(reader.primitive.name == "mul" for reader in readers.get(result, ()))
+        return eqn.primitive.name == "mul"
+
+    sums = (eqn for eqn in eqns if eqn.primitive.name == "reduce_sum")
+    along_rows = (eqn for eqn in sums if eqn.params["axes"] == (eqn.invars[0].aval.ndim - 1,))
+    return {eqn.outvars[0] for eqn in along_rows if eqn.outvars[0].aval.ndim and only_scales(eqn.outvars[0])}
 
 
 def _smaller_sources(

@@ -6,9 +6,13 @@
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
+
+# An array, or a tuple of arrays whose sum is the gradient: it is taken where the update reads them. Both accumulate by
+# `+`. The types of layers and pipelines, which only have arrays, stay simple with `Any`.
+Gradient = Any
 
 
 class Access(Protocol):
@@ -18,7 +22,7 @@ class Access(Protocol):
         """Return the whole leaf in the compute dtype, from the shard that this device stores."""
         ...
 
-    def give(self, index: int, cotangent: jax.Array, sliced: bool) -> jax.Array | None:
+    def give(self, index: int, cotangent: jax.Array, sliced: bool) -> Gradient | None:
         """Return the part of one use's gradient that this device accumulates; None if it accumulates nothing."""
         ...
 

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..program.buffers import scan
-from .access import Access, Sender
+from .access import Access, Gradient, Sender
 from .flights import InFlight, Lookahead
 from .halves import WeightGradResiduals, merge, pick
 from .layer_access import LayerAccess, identity_cotangents, select
@@ -460,6 +460,6 @@ class Stack:
         return -1 if self.reverse else 1
 
 
-def add(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
+def add(a: Gradient | None, b: Gradient | None) -> Gradient | None:
     """Return the sum of two gradients, where None is zero."""
     return b if a is None else a if b is None else a + b

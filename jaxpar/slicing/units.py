@@ -24,8 +24,9 @@ from jax.core import Tracer
 
 from ..program import jaxpr as jx
 from ..program.buffers import anchor
-from ..program.residuals import Residuals, allowed, cheap, residuals_to_save
+from ..program.residuals import Residuals, allowed, cheap, residuals_to_save, row_scales
 from .halves import Halves, merge, pick
+from .tanh import by_exponentials
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,9 @@ class Unit:
         readable_weights = weight_vars if self.policy else [v for v in weight_vars if v in read_vars or is_vector(v)]
         available = {*fixed, *pick(self.held, input_vars), *readable_weights}
         required = allowed(flat.eqns, residuals, available, self.policy) if self.policy else residuals
-        may_rerun = lambda eqn: cheap(eqn) or (self.gathers_again and eqn.primitive.name == "tensor_all_gather")
+        scales = row_scales(flat.eqns)
+        is_gather = lambda eqn: self.gathers_again and eqn.primitive.name == "tensor_all_gather"
+        may_rerun = lambda eqn: cheap(eqn) or is_gather(eqn) or eqn.outvars[0] in scales
         to_save, _ = residuals_to_save(flat.eqns, required, available, weight_vars, may_rerun)
         choices = Residuals(flat.eqns, flat.invars, residuals, available, weight_vars, to_save)
         saved, is_on_host, recomputed = choices.kept(self.choice)
@@ -197,7 +200,7 @@ class Unit:
 
         flat, results = jx.trace(pull, list(self.shapes), held_inputs, values, cotangents, remats=remats)
         # `pull` takes all leaves, but most backwards read only some of them: only these are fetched again.
-        eqns = jx.live(oriented(flat.eqns, flat.outvars), flat.outvars)
+        eqns = jx.live(by_exponentials(oriented(flat.eqns, flat.outvars), flat.outvars), flat.outvars)
         read_vars = set(jx.free(eqns, flat.outvars))
         reads = tuple(v in read_vars for v in flat.invars[: len(self.shapes)])
         return flat, eqns, reads, jax.tree.structure(results)

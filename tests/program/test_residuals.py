@@ -10,10 +10,13 @@ import pytest
 from jax import lax
 
 import jaxpar as jp
+from jaxpar.hardware.compiled.cost import Costs
+from jaxpar.hardware.devices import target
 from jaxpar.inspect.memory import forward
 from jaxpar.models import named
 from jaxpar.program import jaxpr as jx
-from jaxpar.program.residuals import residuals_to_save
+from jaxpar.program.residuals import residuals_to_save, row_scales
+from jaxpar.slicing import units
 
 ROWS, LENGTH = 2, 8
 
@@ -61,6 +64,53 @@ def test_less_in_place_of_more() -> None:
     assert len(again(noise, x, known=1)[0]) == 2
 
 
+def test_sums_that_scale_rows() -> None:
+    """The sum of squares in an RMS norm is computed again. A mean that is subtracted is saved, and so is a softmax's.
+
+    The backward would read all elements once more for these.
+    """
+    normalised = {
+        "rms": (lambda x: x * lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6), 1),
+        "layer": (lambda x: x - x.mean(-1, keepdims=True), 0),
+        "softmax": (jax.nn.softmax, 0),
+        "columns": (lambda x: x * lax.rsqrt((x * x).mean(0, keepdims=True) + 1e-6), 0),
+        "whole": (lambda x: x * lax.rsqrt((x * x).mean() + 1e-6), 0),
+        "read again": (lambda x: (lambda r: x * r + r)(lax.rsqrt((x * x).sum(-1, keepdims=True))), 0),
+    }
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 4)), jnp.float32)
+    for name, (norm, count) in normalised.items():
+        flat, _ = jx.trace(norm, x)
+        assert len(row_scales(flat.eqns)) == count, name
+
+
+def test_scalars_of_literals_are_not_saved() -> None:
+    """JAX's derivative of tanh reads a 1 that is an equation's result. Each layer saved its own."""
+
+    def derivative(x: jax.Array) -> list[jax.Array]:
+        return [jax.vjp(jnp.tanh, x)[1](jnp.ones_like(x))[0]]
+
+    x = jnp.linspace(-2, 2, 5, dtype=jnp.float32)
+    saved, values = again(derivative, x, known=1)
+    assert saved == []
+    np.testing.assert_array_equal(values[0], derivative(x)[0])
+
+
+@pytest.mark.cuda_compiler
+def test_a_norm_is_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA read the input of each norm twice, once for its sum and once for its result."""
+    rows, length, layers, dim = 4, 1024, 2, 4096
+    llama = named("llama-tiny", layers=layers, dim=dim, heads=32, kv_heads=8)
+    batch, devices = llama.example(rows, length), target("1xH200").devices
+
+    def bytes_moved() -> int:
+        step = jp.make_train_step(llama.model, optax.sgd(0.1), "single,precision=bf16", mesh=devices)
+        return Costs.from_hlo(step.compile(batch).as_text()).bytes
+
+    one_kernel = bytes_moved()
+    monkeypatch.setattr(units, "row_scales", lambda eqns: set())
+    assert bytes_moved() - one_kernel >= 2 * layers * (2 * rows * length * dim)
+
+
 def test_of_a_step() -> None:
     """A Llama layer keeps the inputs of its norms, query and attention's result, key and value, and two products."""
     found = named("llama-tiny", layers=2)
@@ -70,8 +120,8 @@ def test_of_a_step() -> None:
     more = jp.make_train_step(named("llama-tiny", layers=3).model, optax.sgd(0.1), "single")
     layer = forward(more, batch).saved - forward(single, batch).saved
     widths = 4 * config.dim + 2 * config.kv_heads * config.head_dim + 2 * config.ffn
-    numbers = 4  # of two norms, for every position
-    assert layer == pytest.approx(4 * ROWS * LENGTH * (widths + numbers), rel=1e-3)
+    # Of the norms nothing else: their scales are computed again.
+    assert layer == pytest.approx(4 * ROWS * LENGTH * widths, rel=1e-3)
 
 
 def test_of_a_layer_with_biases() -> None:
@@ -82,5 +132,5 @@ def test_of_a_layer_with_biases() -> None:
     layer = forward(steps[3], batch).saved - forward(steps[2], batch).saved
     # The inputs of two norms; query, key, value and attention's result; the feed-forward's product, 4 times as wide.
     widths = 10 * gpt[2].config.dim
-    numbers = 8 + gpt[2].config.heads  # of two norms and of attention, for every position, in float32
+    numbers = 6 + gpt[2].config.heads  # of two norms and of attention, for every position, in float32
     assert layer == pytest.approx(ROWS * LENGTH * (2 * widths + 4 * numbers), rel=1e-3)

@@ -17,6 +17,7 @@ from ... import collectives
 from ...layout.layout import Layout
 from ...layout.leaves import Staged
 from ...program.buffers import on_device
+from ...slicing.access import Gradient
 from ...slicing.program import Program
 from ...strategy import Strategy
 from ...strategy.axes import summed_over
@@ -49,6 +50,8 @@ class RuleAccess:
         # Nothing is added to a gradient if one piece reads the leaf, whole or as one slice.
         slices = Counter(s.leaf for stack in program.stacks for s in stack.slices)
         self.has_one_use = [runs_once and len(uses) == 1 and slices[i] <= 1 for i, uses in enumerate(program.uses)]
+        # Two pieces read the leaf whole, as those of a tied embedding do.
+        self.has_two_uses = [runs_once and uses == (False, False) for uses in program.uses]
         self.sizes = layout.mesh.shape
         self.prefetch = strategy.prefetches(layout.mesh)
 
@@ -68,9 +71,20 @@ class RuleAccess:
         replica_axes = tuple(a for a in summed if a not in shard_axes)
         # A gradient to which nothing is added is exact in the dtype in which it was computed. In float32 it would take
         # twice the memory and traffic until the update, which casts it (`finish`) as it reads it.
-        is_sum = not self.has_one_use[index] or any(self.sizes[a] > 1 for a in summed)
+        is_sum = not (self.has_one_use[index] or self._adds_late(index)) or any(self.sizes[a] > 1 for a in summed)
         dtype = self.policy.reduced(leaf.dtype) if is_sum else self.policy.computed(leaf.dtype)
         return Use(dim, shard, replica_axes, self.last[index], dtype, hpz_axes)
+
+    def _adds_late(self, index: int) -> bool:
+        """Return whether the gradients of a leaf's two uses are added in `finish`, where the update reads them.
+
+        In the compute dtype, the two take no more memory than a sum in the reduce dtype, which would be written as soon
+        as the second is known, and read again.
+        """
+        if not self.has_two_uses[index] or any(self.sizes[a] > 1 for a in summed_over(self.split[index])):
+            return False
+        dtype = self.leaves[index].dtype
+        return 2 * self.policy.computed(dtype).itemsize <= self.policy.reduced(dtype).itemsize
 
     def sends(self, index: int) -> tuple[bool, bool]:
         """Return how a loop over layers overlaps a leaf's communication with compute.
@@ -92,14 +106,15 @@ class RuleAccess:
         value = value if self.whole_at_rest else leaf.unpad(value, use.dim)
         return self._gather_stages(leaf.form, value) if isinstance(leaf.form, Staged) and not sliced else value
 
-    def give(self, index: int, cotangent: jax.Array, sliced: bool) -> jax.Array | None:
+    def give(self, index: int, cotangent: jax.Array, sliced: bool) -> Gradient | None:
         """Return what one use adds to the accumulated gradient of a leaf; None for a frozen leaf."""
         leaf, use = self.leaves[index], self._use(index, sliced)
         if not leaf.trainable:
             return None
         if isinstance(leaf.form, Staged) and not sliced:
             cotangent = self._scatter_stages(leaf.form, cotangent)
-        return self.rules[index].give(leaf.pad(cotangent, use.dim), use)
+        gradient = self.rules[index].give(leaf.pad(cotangent, use.dim), use)
+        return (gradient,) if self._adds_late(index) else gradient
 
     def _gather_stages(self, form: Staged, value: jax.Array) -> jax.Array:
         """All-gather the layers of all stages over `pipe`, for a use of the leaf outside its stack.
@@ -119,10 +134,12 @@ class RuleAccess:
         shard = collectives.reduce_scatter(staged, ["pipe"], 1)
         return shard.reshape(-1, *shard.shape[2:])
 
-    def finish(self, index: int, gradient: jax.Array) -> jax.Array:
+    def finish(self, index: int, gradient: Gradient) -> jax.Array:
         """Return the gradient that the update receives, from the accumulated one."""
-        gradient = self.rules[index].finish(gradient, self._use(index, False))
-        return gradient.astype(self.policy.reduced(self.leaves[index].dtype))
+        parts = gradient if isinstance(gradient, tuple) else (gradient,)
+        use, dtype = self._use(index, False), self.policy.reduced(self.leaves[index].dtype)
+        first, *others = (self.rules[index].finish(part, use).astype(dtype) for part in parts)
+        return sum(others, first)
 
 
 class SpreadAccess:

@@ -9,6 +9,8 @@ import optax
 import pytest
 
 import jaxpar as jp
+from jaxpar.hardware.compiled.cost import Costs
+from jaxpar.hardware.devices import target
 from jaxpar.models import named
 from jaxpar.parallel.data import access
 from jaxpar.program.walk import visit
@@ -61,7 +63,9 @@ def overlapping() -> jp.Model:
     return jp.Model(init=draw, loss=loss)
 
 
-@pytest.mark.parametrize("model", [named("llama-tiny", layers=3, tied=False).model, overlapping()])
+@pytest.mark.parametrize(
+    "model", [named("llama-tiny", layers=3).model, named("llama-tiny", layers=3, tied=False).model, overlapping()]
+)
 def test_gradients_are_the_same_to_the_bit(monkeypatch: pytest.MonkeyPatch, model: jp.Model) -> None:
     """As when every gradient is cast to float32 where it is computed."""
 
@@ -75,9 +79,22 @@ def test_gradients_are_the_same_to_the_bit(monkeypatch: pytest.MonkeyPatch, mode
 
     def with_sums(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        self.has_one_use = [False] * len(self.has_one_use)
+        self.has_one_use = self.has_two_uses = [False] * len(self.has_one_use)
 
     monkeypatch.setattr(access.RuleAccess, "__init__", with_sums)
     for a, b in zip(narrow, gradients(), strict=True):
         assert a.dtype == b.dtype == np.float32
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.cuda_compiler
+def test_the_gradients_of_a_tied_embedding_meet_in_the_update() -> None:
+    """Their sum in float32 was written, and read again. So was the first of them, in float32."""
+    gpt, rows, length = named("gpt2", layers=1), 2, 256
+    step = jp.make_train_step(gpt.model, optax.sgd(0.1), "single,precision=bf16", mesh=target("1xH200").devices)
+    costs = Costs.from_hlo(step.compile(gpt.example(rows, length)).as_text())
+    table = 4 * gpt.config.vocab * gpt.config.dim
+    # Only the update writes so much, and it reads the parameters and two gradients of half their size.
+    (update,) = (cost.kernel for cost in costs if cost.kernel.written >= table and not cost.kernel.products)
+    assert update.written == pytest.approx(table, rel=0.01)
+    assert update.read == pytest.approx(2 * table, rel=0.01)
