@@ -146,7 +146,15 @@ class Step(FirstState, Intake):
         return owners.stored(places), owners, warn_matrices
 
     chosen: tuple[Any, ...] = ()  # what remat="auto" chose for each value (`inspect/remat.py`)
-    settle: Callable[[Any], Any] | None = None  # with remat="auto": shapes of a batch -> this step with its choices
+    beside = ""  # what concurrent="auto" chose, and why (`inspect/concurrency.py`)
+    settle: Callable[[Any], Any] | None = None  # shapes of a batch -> this step with the choices that depend on them
+
+    def settled(self, batch: Any) -> Self:
+        """Return this step with the choices of remat="auto" and concurrent="auto" for batches of these shapes.
+
+        The strategy of the returned step has no choice left: every report on a batch reads it, and not the user's.
+        """
+        return self if self.settle is None else self.settle(self.shapes(batch))
 
     def choosing(self, choices: tuple[str, ...], chosen: tuple[Any, ...] = ()) -> Self:
         """Return this step with other choices of what the backward saves.
@@ -155,10 +163,22 @@ class Step(FirstState, Intake):
           choices: for each stack, what happens to the values that its layers save (`Residuals.kept`).
           chosen: what a report shows of the choices.
         """
+        step = self._tracing_with(choices=choices)
+        step.chosen = chosen
+        return step
+
+    def running(self, concurrent: int, why: str = "") -> Self:
+        """Return this step with another number of microbatches side by side; `why` is a sentence for a report."""
+        strategy = replace(self.strategy, concurrent=concurrent)
+        step = self._tracing_with(strategy=strategy)
+        step.strategy, step.beside = strategy, why
+        return step
+
+    def _tracing_with(self, **changes: Any) -> Self:
+        """Return this step with changes of how it traces a loss."""
         # A shallow copy shares layout and update, but needs its own programs.
         step = copy.copy(self)
-        step.chosen = chosen
-        step.tracing = replace(self.tracing, choices=choices)
+        step.tracing = replace(self.tracing, **changes)
         step.local, step._jitted = replace(self.local, tracing=step.tracing), {}
         return step
 
@@ -277,7 +297,8 @@ class Step(FirstState, Intake):
     def traced(self, batch: Any) -> Traced:
         """Return the loss of one microbatch as the program that each device runs.
 
-        Nothing is compiled, unless `remat="auto"` has still to choose. A loss is traced once for batches of one shape.
+        Nothing is compiled, unless the strategy has still to choose (`settled`). A loss is traced once for each shape
+        of a batch.
 
         Args:
           batch: a pytree of arrays or `jax.ShapeDtypeStruct` [rows, ...].
@@ -288,6 +309,7 @@ class Step(FirstState, Intake):
           batch do not fit.
         """
         batch, state = self.shapes(batch), self.abstract_state()
+        # Not `settled`: with several hosts, shapes of the global batch must not count as one host's.
         step = self if self.settle is None else self.settle(batch)
         block = one_block(batch, self.replicas * self.strategy.microbatches)
         return step.tracing(state.variables, block, state.key)
