@@ -6,8 +6,9 @@ computes. A layer is gathered, and its gradients are reduced, once for c microba
 
     C           seconds of kernels, of the traced forwards and backwards
     A           seconds of collectives of activations
-    W(c)        seconds of collectives of parameters and gradients: W(1) / c, if every microbatch sends them
-    exposed(c)  A / c + max(0, A - A / c + W(c) - C)
+    P(c), L(c)  seconds of collectives of parameters and gradients, outside of layers and of layers. With c at a time
+                they are a c-th, unless a step sends them once and not for every microbatch
+    exposed(c)  A / c + P(c) + max(0, A - A / c + L(c) - C)
     choice      the smallest c of 1, 2, 4 with exposed(c) <= 4% of C + exposed(c), else the largest, if it fits
 
     bytes(c)    the state + c times the activations that one microbatch saves
@@ -49,6 +50,7 @@ _EXPOSED_SHARE = 0.04  # of a step; less is not worth the memory
 _JAX_SHARE = 0.75  # of a device's memory: XLA_PYTHON_CLIENT_MEM_FRACTION, if it is not set
 _NEAR = 0.5  # share of these bytes from which on a program is compiled; a closed form leaves out temporaries
 _AXES = ("tensor", "context", "expert")
+_SLICES = "dynamic_slice", "dynamic_update_slice"  # of the values of all layers, of which they move one layer's
 
 
 def settle(step: AnyStep, batch: Any) -> AnyStep:
@@ -56,14 +58,15 @@ def settle(step: AnyStep, batch: Any) -> AnyStep:
 
     Compiles nothing, or one program or two if memory is short. Nothing runs.
     """
-    step = step.running(1)
+    step = step.choosing(concurrent=1)
     hardware = _hardware(step)
     if hardware is None or all(step.mesh.shape[axis] == 1 for axis in _AXES):
         return step
     usable = int((1 - RESERVE) * _JAX_SHARE * (hardware.memory_bytes or 0))
     traced = step.traced(batch)
     if _passes_variables(traced):
-        return step.running(1, "concurrent=1: the loss passes variables from one microbatch to the next.")
+        step.beside = "concurrent=1: the loss passes variables from one microbatch to the next."
+        return step
     # 1. The choices by their exposed seconds.
     seconds = _Seconds.of(step, traced, hardware)
     choices = [1]
@@ -75,7 +78,7 @@ def settle(step: AnyStep, batch: Any) -> AnyStep:
     too_large = ""
     chosen = step
     for c in reversed(choices[1:]):
-        needed, trial = state + c * saved, step.running(c)
+        needed, trial = state + c * saved, step.choosing(concurrent=c)
         if _NEAR * usable < needed <= usable:
             needed = program_memory(trial.compile(batch))["total"]
         if needed <= usable:
@@ -94,16 +97,16 @@ def _hardware(step: Step) -> Hardware | None:
     """Return the numbers of the step's GPUs; None for other devices, and for kinds without the numbers."""
     device = step.mesh.devices.flat[0]
     hardware = of_device_kind(device.device_kind) if device.platform == "gpu" else None
-    if hardware is None or None in (hardware.memory_bytes, hardware.memory_bandwidth, hardware.link_bandwidth):
-        return None
-    return hardware
+    names = "memory_bytes", "memory_bandwidth", "link_bandwidth", "network_bandwidth"
+    return None if hardware is None or None in (getattr(hardware, name) for name in names) else hardware
 
 
 def _passes_variables(traced: Traced) -> bool:
     """Return whether new variables depend on rows or keys, as BatchNorm's statistics do."""
     program = traced.program
-    num_shared = len(program.consts) + len(jax.tree.leaves(traced.variables))
-    return any(program.depends(program.inputs[num_shared:], i) for i in jax.tree.leaves(traced.outputs[1]))
+    rows_and_keys = program.inputs[len(program.consts) + len(jax.tree.leaves(traced.variables)) :]
+    varies = lambda i: program.depends(rows_and_keys, i) or any(program.outputs[i] is v for v in rows_and_keys)
+    return any(map(varies, jax.tree.leaves(traced.outputs[1])))
 
 
 @dataclass(frozen=True)
@@ -113,8 +116,8 @@ class _Seconds:
     Attributes:
       kernels: of forwards and backwards.
       activations: of the collectives of activations that kernels wait for.
-      once: of parameters and gradients outside of layers, which nothing overlaps with.
-      layers: of layers' parameters and gradients, and of all other collectives that overlap with kernels.
+      once: of the parameters and gradients outside of layers, with which nothing overlaps.
+      layers: of the parameters and gradients of layers, which overlap with kernels.
       repeated: whether every turn sends parameters and gradients.
     """
 
@@ -130,24 +133,26 @@ class _Seconds:
         program = program_of_turns(step, traced)
         uses = uses_of_turns(step, traced, program)
         seconds = functools.partial(_sent_seconds, step, hardware)
-        once = layers = 0.0
+        once, of_layers = list[Collective](), list[Collective]()
         for leaf, counts, uses_of_leaf in zip(
             step.layout.storage.units, uses.use_counts, leaf_uses(step, traced, uses), strict=True
         ):
-            sent = seconds(sent_for_leaf(step, traced, leaf, uses_of_leaf))
             # The second number counts uses of single layers.
-            once, layers = (once, layers + sent) if counts.fetches[1] else (once + sent, layers)
-        # The hops of a ring travel while the block before is computed.
-        hops = [x for x in uses.model_collectives if x.kind == "collective-permute"]
-        activations = seconds(uses.model_collectives) - seconds(hops)
-        repeated = step.strategy.fsdp != 1 and rule_of(step.strategy).at_once
-        return cls(_kernel_seconds(program, hardware), activations, once, layers + seconds(hops), repeated)
+            (of_layers if counts.fetches[1] else once).extend(sent_for_leaf(step, traced, leaf, uses_of_leaf))
+        return cls(
+            kernels=_kernel_seconds(program, hardware),
+            # The hops of a ring travel while the block before is computed.
+            activations=seconds(x for x in uses.model_collectives if x.kind != "collective-permute"),
+            once=seconds(once),
+            layers=seconds(of_layers),
+            repeated=step.strategy.fsdp != 1 and rule_of(step.strategy).at_once,
+        )
 
     def exposed(self, concurrent: int) -> float:
         """Return the seconds of a step in which kernels wait, with so many microbatches side by side."""
         turns = concurrent if self.repeated else 1
-        hidden = self.activations * (1 - 1 / concurrent) + self.layers / turns
-        return self.activations / concurrent + self.once / turns + max(0.0, hidden - self.kernels)
+        overlapping = self.activations * (1 - 1 / concurrent) + self.layers / turns
+        return self.activations / concurrent + self.once / turns + max(0.0, overlapping - self.kernels)
 
     def share(self, concurrent: int) -> float:
         """Return the exposed share of a step."""
@@ -162,8 +167,9 @@ def _kernel_seconds(program: Any, hardware: Hardware) -> float:
             flops = {dtype: 2.0 * count for dtype, (count, _) in jx.matmuls([eqn]).items()}
             seconds += num_runs * EXPECTED_PACE * estimated_seconds(flops, 0, hardware)
     # Not the branches of conditionals: attention has one for each platform, and on GPUs keeps no scores.
+    counted = {*PRODUCTS, *PRIMITIVES, *_SLICES}
     for eqn, num_runs in visit(program.eqns, into=lambda eqn: eqn.primitive.name != "cond"):
-        if eqn.primitive.name not in PRODUCTS and eqn.primitive.name not in PRIMITIVES and not programs(eqn):
+        if eqn.primitive.name not in counted and not programs(eqn):
             seconds += num_runs * equation_seconds(eqn, hardware)
     return seconds
 
@@ -175,6 +181,7 @@ def _sent_seconds(step: Step, hardware: Hardware, sent: Iterable[Collective]) ->
         # Conditional rounds send tokens that overflow an expert's buffer. Balanced experts have no overflow.
         if not x.count or x.conditional:
             continue
+        assert x.ranks is not None
         hosts = hosts_spanned(step.mesh, x.axes)
         reach = Reach(x.ranks, hosts, -(-x.ranks // hosts))
         if x.kind == "collective-permute":

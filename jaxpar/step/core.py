@@ -156,29 +156,19 @@ class Step(FirstState, Intake):
         """
         return self if self.settle is None else self.settle(self.shapes(batch))
 
-    def choosing(self, choices: tuple[str, ...], chosen: tuple[Any, ...] = ()) -> Self:
-        """Return this step with other choices of what the backward saves.
+    def choosing(self, choices: tuple[str, ...] = (), chosen: tuple[Any, ...] = (), concurrent: int = 0) -> Self:
+        """Return this step with other choices of what its strategy leaves open.
 
         Args:
           choices: for each stack, what happens to the values that its layers save (`Residuals.kept`).
-          chosen: what a report shows of the choices.
+          chosen: what a report shows of these choices.
+          concurrent: the number of microbatches that run side by side; the strategy's if 0.
         """
-        step = self._tracing_with(choices=choices)
-        step.chosen = chosen
-        return step
-
-    def running(self, concurrent: int, why: str = "") -> Self:
-        """Return this step with another number of microbatches side by side; `why` is a sentence for a report."""
-        strategy = replace(self.strategy, concurrent=concurrent)
-        step = self._tracing_with(strategy=strategy)
-        step.strategy, step.beside = strategy, why
-        return step
-
-    def _tracing_with(self, **changes: Any) -> Self:
-        """Return this step with changes of how it traces a loss."""
         # A shallow copy shares layout and update, but needs its own programs.
         step = copy.copy(self)
-        step.tracing = replace(self.tracing, **changes)
+        step.chosen = chosen
+        step.strategy = replace(self.strategy, concurrent=concurrent or self.strategy.concurrent)
+        step.tracing = replace(self.tracing, strategy=step.strategy, choices=choices)
         step.local, step._jitted = replace(self.local, tracing=step.tracing), {}
         return step
 
@@ -309,7 +299,6 @@ class Step(FirstState, Intake):
           batch do not fit.
         """
         batch, state = self.shapes(batch), self.abstract_state()
-        # Not `settled`: with several hosts, shapes of the global batch must not count as one host's.
         step = self if self.settle is None else self.settle(batch)
         block = one_block(batch, self.replicas * self.strategy.microbatches)
         return step.tracing(state.variables, block, state.key)
