@@ -14,8 +14,8 @@ computes. A layer is gathered, and its gradients are reduced, once for c microba
     bytes(c)    the state + c times the activations that one microbatch saves
 
 The program has three quarters of a device's memory, JAX's part by default, less a reserve. A choice with more bytes is
-left out. If the closed form is above half of them, the program is compiled, and its total decides. The step then runs
-this program. All processes choose the same, since shapes and the kind of the devices decide.
+left out. If the closed form is above a quarter of them, the program is compiled, and its total decides. The step then
+runs this program. All processes choose the same, since shapes and the kind of the devices decide.
 """
 
 import functools
@@ -48,7 +48,7 @@ AnyStep = TypeVar("AnyStep", bound=Step)
 _CHOICES = (2, 4)
 _EXPOSED_SHARE = 0.04  # of a step; less is not worth the memory
 _JAX_SHARE = 0.75  # of a device's memory: XLA_PYTHON_CLIENT_MEM_FRACTION, if it is not set
-_NEAR = 0.5  # share of these bytes from which on a program is compiled; a closed form leaves out temporaries
+_NEAR = 0.25  # share of these bytes from which on a program is compiled: the buffers of a mixture are not saved values
 _AXES = ("tensor", "context", "expert")
 _SLICES = "dynamic_slice", "dynamic_update_slice"  # of the values of all layers, of which they move one layer's
 

@@ -110,8 +110,8 @@ def test_as_many_as_hide_the_collectives() -> None:
     alone, chosen = prediction(f"{STRATEGY},concurrent=1"), prediction(STRATEGY)
     # The closed form of one microbatch at a time, against the compiled program.
     seconds = concurrency._Seconds.of(*_alone())
-    assert alone.compute == pytest.approx(seconds.kernels, rel=0.25)
-    assert 0.5 * seconds.exposed(1) < alone.exposed < 1.1 * seconds.exposed(1)
+    assert 0.7 * alone.compute < seconds.kernels < 1.2 * alone.compute
+    assert 0.5 * seconds.exposed(1) < alone.exposed < 1.2 * seconds.exposed(1)
     # What it is for: less than half of the waiting, for the memory of more microbatches.
     assert alone.exposed > 0.1 * alone.seconds
     assert chosen.exposed < 0.5 * alone.exposed

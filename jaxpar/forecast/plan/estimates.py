@@ -203,12 +203,17 @@ class Estimator:
         """Return the closed forms of a strategy. All its sizes are numbers; only `fsdp` may be -1.
 
         remat="auto" saves as much as the memory allows. Its estimate has the seconds of remat="none" and the bytes of
-        "layer": a lower bound on both.
+        "layer": a lower bound on both. So has that of concurrent="auto", which a plan tries as numbers.
         """
         if strategy.remat == "auto":
             fixed = (dataclasses.replace(strategy, remat=remat, budget="") for remat in ("none", "layer"))
             fastest, smallest = map(self.estimate, fixed)
             return dataclasses.replace(fastest, activations=smallest.activations)
+        if strategy.concurrent == "auto":
+            # The seconds of the fastest choice, and the bytes of the smallest: lower bounds on both.
+            numbers = [c for c in (1, 2, 4) if strategy.microbatches % c == 0]
+            choices = [self.estimate(dataclasses.replace(strategy, concurrent=c)) for c in numbers]
+            return dataclasses.replace(min(choices, key=lambda x: x.seconds), activations=choices[0].activations)
 
         # 1. What the strategy shares with others: the traced loss, the layout, the schedule.
         loss = _cached(self._loss_costs, _loss_key(strategy), lambda: self._loss_cost(strategy))
