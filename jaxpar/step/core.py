@@ -349,7 +349,8 @@ class Step(FirstState, Intake):
         """
         if self.settle is not None:
             shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), batch)
-            return self.settle(shapes)._function(name, batch, inside)
+            # "measured" has the order of rows with the batch, and the choices are those for the batch.
+            return self.settle(shapes[0] if name == "measured" else shapes)._function(name, batch, inside)
         leaves, tree = jax.tree.flatten(batch)
         cache_key = (name, inside, tree, *(np.shape(x) for x in leaves))
         if cache_key not in self._jitted:
