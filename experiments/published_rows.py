@@ -366,7 +366,8 @@ _LATER = (
         model="qwen3-30b-a3b",
         # Its state is in bf16 throughout. Float32 leaves XLA too little of 80 GB: the same chip with more.
         target="8xH200",
-        strategy="expert=8,fsdp=-1,microbatches=16,remat=layer,precision=bf16",
+        # As there: one microbatch after another.
+        strategy="expert=8,fsdp=-1,microbatches=16,concurrent=1,remat=layer,precision=bf16",
         rows=512,
         length=4096,
         tokens=12040,

@@ -141,9 +141,9 @@ class TrainStep(Step):
         self._agreement = Agreement(self)
         self._proven: set[Any] = set()  # kinds of batches whose program has been checked
         self._saves: dict[Any, Checkpoints] = {}  # by folder, and how many are kept
-        self._settled: dict[Any, TrainStep] = {}  # kind of batch -> the step with the choices of remat="auto"
+        self._settled: dict[Any, TrainStep] = {}  # kind of batch -> the step with the choices for it
         self._calls = collections.deque[_Call]()  # calls that have not been checked, oldest first
-        if self.strategy.remat == "auto":
+        if "auto" in (self.strategy.remat, self.strategy.concurrent):
             self.settle = self._settle
 
     def __repr__(self) -> str:
@@ -327,17 +327,21 @@ class TrainStep(Step):
         return compiled
 
     def _settle(self, batch: Any) -> "TrainStep":
-        """Return this step with the choices of remat="auto" for these shapes (`inspect/remat.py`, which compiles some).
+        """Return this step with the choices of remat="auto" and concurrent="auto" for these shapes.
+
+        They depend on shapes, programs and the kind of device alone, so that all processes choose the same. The first
+        compiles a few programs (`inspect/remat.py`), the second one if memory is short (`inspect/concurrency.py`).
 
         Raises ValueError if none fits the memory budget: what fills the memory, and the nearest budget that would do.
         """
         if (kind := batch_kind(batch)) not in self._settled:
-            from .inspect.remat import settle
+            from .inspect import concurrency, remat
 
             trial = copy.copy(self)
             # Only the chosen program is checked, not those that were tried.
             trial.proves, trial.settle = False, None
-            self._settled[kind] = settle(trial, batch)
+            is_concurrency = self.strategy.concurrent == "auto"
+            self._settled[kind] = (concurrency.settle if is_concurrency else remat.settle)(trial, batch)
         return self._settled[kind]
 
     def explain(self, batch: Any) -> "Explanation":
@@ -348,8 +352,7 @@ class TrainStep(Step):
         """
         from .inspect.explain import explain
 
-        step = self if self.settle is None else self._settle(self.shapes(batch))
-        return explain(step, self.shapes(batch) if self.rows == "host" else batch)
+        return explain(self, self.shapes(batch) if self.rows == "host" else batch)
 
     def check_replicas(self, state: State) -> None:
         """Raise ValueError if devices that should hold equal parts of an array do not, to the bit.

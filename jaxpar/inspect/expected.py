@@ -20,7 +20,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ..layout.leaves import Leaf
-from ..parallel.data import Sent, rule_of
+from ..parallel.data import Sent, Uses, rule_of
 from ..parallel.data.eight_bits import of_leaf
 from ..parallel.pipeline.flat.stages import used as leaves_of_stages
 from ..step.tracing import Traced
@@ -39,6 +39,7 @@ def expected(step: Step, batch: Any) -> Ledger:
     Args:
       batch: arrays or `jax.ShapeDtypeStruct`; only their shapes matter.
     """
+    step = step.settled(batch)
     traced, rule = step.traced(batch), rule_of(step.strategy)
     sizes, uses_by_rank = step.mesh.shape, count(step, traced)
     first_rank_uses = uses_by_rank[0]
@@ -66,16 +67,21 @@ def expected(step: Step, batch: Any) -> Ledger:
 
 def _sent_for_leaves(step: Step, traced: Traced, step_uses: StepUses) -> list[Collective]:
     """Return the collectives that the uses of leaves cost, and the model's own."""
-    rule, sent = rule_of(step.strategy), list(step_uses.model_collectives)
-    units, sizes = step.layout.storage.units, step.mesh.shape
+    sent = list(step_uses.model_collectives)
+    units = step.layout.storage.units
     for leaf, use_counts, uses_of_leaf in zip(
         units, step_uses.use_counts, leaf_uses(step, traced, step_uses), strict=True
     ):
-        sent += _sent_between_stages(step, leaf, use_counts)
-        # A leaf may travel in 8 bits, and then has another promise.
-        promised = of_leaf(rule, leaf, traced.notes.in_fp8).promise.sends(uses_of_leaf)
-        sent += [_collective(collective, sizes) for collective in promised if collective.axes and collective.count]
+        sent += [*_sent_between_stages(step, leaf, use_counts), *sent_for_leaf(step, traced, leaf, uses_of_leaf)]
     return sent
+
+
+def sent_for_leaf(step: Step, traced: Traced, leaf: Leaf, uses_of_leaf: Uses) -> Iterator[Collective]:
+    """Yield the collectives that the rule promises for a leaf with these uses."""
+    # A leaf may travel in 8 bits, and then has another promise.
+    for sent in of_leaf(rule_of(step.strategy), leaf, traced.notes.in_fp8).promise.sends(uses_of_leaf):
+        if sent.axes and sent.count:
+            yield _collective(sent, step.mesh.shape)
 
 
 def _stage_exchanges(step: Step, traced: Traced) -> Iterator[Collective]:

@@ -137,6 +137,7 @@ def in_flight(step: Step, batch: Any) -> tuple[int, int]:
     While a layer runs, loops gather the next layer's weights and reduce the previous layer's gradients. These buffers
     exist in addition to the buffers of the running layer. Nothing is compiled.
     """
+    step = step.settled(batch)
     schedule = step.schedule
     if step.strategy.server or step.layout.storage.cut or (schedule is not None and not schedule.in_turn):
         return 0, 0

@@ -103,7 +103,7 @@ class _Stack:
     @functools.cached_property
     def _seconds_by_eqn(self) -> dict[int, float]:
         """The estimated seconds of each equation, by its id."""
-        return {id(eqn): _equation_seconds(eqn, self.hardware) for eqn in self.residuals.eqns}
+        return {id(eqn): equation_seconds(eqn, self.hardware) for eqn in self.residuals.eqns}
 
     @functools.cache  # noqa: B019 - a stack lives for one search
     def cost(self, choice: str) -> _Cost:
@@ -316,7 +316,7 @@ def _refusal(step: Step, stacks: Sequence[_Stack], tried: dict[tuple[str, ...], 
     )
 
 
-def _equation_seconds(eqn: Any, hardware: Hardware) -> float:
+def equation_seconds(eqn: Any, hardware: Hardware) -> float:
     """Return the estimated seconds of an equation; 0 for one that runs as part of the kernel that reads it."""
     if cheap(eqn):
         return 0.0

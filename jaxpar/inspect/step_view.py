@@ -37,6 +37,7 @@ class StepView(Protocol):
       rule: tells what each rank stores and sends for a leaf.
       update: which ranks own whole matrices (`owners`), and whether the optimizer sees layers stacked (`as_stacked`).
       chosen: what remat="auto" chose for each value.
+      beside: what concurrent="auto" chose, and why; "" if it had no choice.
     """
 
     strategy: Strategy
@@ -51,6 +52,11 @@ class StepView(Protocol):
     rule: Rule
     update: Update
     chosen: tuple[Any, ...]
+    beside: str
+
+    def settled(self, batch: Any) -> Self:
+        """The step with the choices that depend on a batch's shapes; its strategy is the one that runs."""
+        ...
 
     def abstract_state(self) -> State:
         """The state as shapes with shardings."""
@@ -84,8 +90,8 @@ class StepView(Protocol):
 class RunnableStep(StepView, Protocol):
     """The attributes of a step that a report uses in addition if it runs or compiles other programs of the step."""
 
-    def choosing(self, choices: tuple[str, ...], chosen: tuple[Any, ...] = ()) -> Self:
-        """The step with these choices of what its layers save."""
+    def choosing(self, choices: tuple[str, ...] = (), chosen: tuple[Any, ...] = (), concurrent: int = 0) -> Self:
+        """The step with these choices of what its layers save, and with so many microbatches side by side."""
         ...
 
     def params(self, state: State) -> Any:

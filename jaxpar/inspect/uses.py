@@ -202,6 +202,17 @@ def _markers(jaxpr: Any) -> Iterator[tuple[str, int, bool, int]]:
 
 def _count_turns(step: Step, traced: Traced) -> StepUses:
     """Count a step without a pipeline: one turn after another, each of one microbatch or of concurrent ones."""
+    return uses_of_turns(step, traced, program_of_turns(step, traced))
+
+
+def uses_of_turns(step: Step, traced: Traced, program: Any) -> StepUses:
+    """Return the uses in the program of all turns."""
+    use_counts, model_collectives = _count_parts(step, [(1, program)])
+    return StepUses(use_counts, model_collectives, len(traced.outputs[0]), traced.counts, step.strategy.turns == 1)
+
+
+def program_of_turns(step: Step, traced: Traced) -> Any:
+    """Return the program of all forwards and backwards of a step without a pipeline, which moves no parameters."""
     num_turns = step.strategy.turns
 
     def gradients_of_turns(leaves: list[Any], variables: Any, rows: Any, key: Any) -> Any:
@@ -213,8 +224,7 @@ def _count_turns(step: Step, traced: Traced) -> StepUses:
 
     # Turns are a loop in the jaxpr; its trip count is part of `_markers`.
     flat, _ = trace(gradients_of_turns, traced.leaves, *traced.inputs, axes=traced.traced_axes)
-    use_counts, model_collectives = _count_parts(step, [(1, _without_dead_code(flat, range(len(flat.outvars))))])
-    return StepUses(use_counts, model_collectives, len(traced.outputs[0]), traced.counts, num_turns == 1)
+    return _without_dead_code(flat, range(len(flat.outvars)))
 
 
 def _count_ticks(step: Step, traced: Traced) -> list[StepUses]:

@@ -146,19 +146,29 @@ class Step(FirstState, Intake):
         return owners.stored(places), owners, warn_matrices
 
     chosen: tuple[Any, ...] = ()  # what remat="auto" chose for each value (`inspect/remat.py`)
-    settle: Callable[[Any], Any] | None = None  # with remat="auto": shapes of a batch -> this step with its choices
+    beside = ""  # what concurrent="auto" chose, and why (`inspect/concurrency.py`)
+    settle: Callable[[Any], Any] | None = None  # shapes of a batch -> this step with the choices that depend on them
 
-    def choosing(self, choices: tuple[str, ...], chosen: tuple[Any, ...] = ()) -> Self:
-        """Return this step with other choices of what the backward saves.
+    def settled(self, batch: Any) -> Self:
+        """Return this step with the choices of remat="auto" and concurrent="auto" for batches of these shapes.
+
+        The strategy of the returned step has no choice left: every report on a batch reads it, and not the user's.
+        """
+        return self if self.settle is None else self.settle(self.shapes(batch))
+
+    def choosing(self, choices: tuple[str, ...] = (), chosen: tuple[Any, ...] = (), concurrent: int = 0) -> Self:
+        """Return this step with other choices of what its strategy leaves open.
 
         Args:
           choices: for each stack, what happens to the values that its layers save (`Residuals.kept`).
-          chosen: what a report shows of the choices.
+          chosen: what a report shows of these choices.
+          concurrent: the number of microbatches that run side by side; the strategy's if 0.
         """
         # A shallow copy shares layout and update, but needs its own programs.
         step = copy.copy(self)
         step.chosen = chosen
-        step.tracing = replace(self.tracing, choices=choices)
+        step.strategy = replace(self.strategy, concurrent=concurrent or self.strategy.concurrent)
+        step.tracing = replace(self.tracing, strategy=step.strategy, choices=choices)
         step.local, step._jitted = replace(self.local, tracing=step.tracing), {}
         return step
 
@@ -277,7 +287,8 @@ class Step(FirstState, Intake):
     def traced(self, batch: Any) -> Traced:
         """Return the loss of one microbatch as the program that each device runs.
 
-        Nothing is compiled, unless `remat="auto"` has still to choose. A loss is traced once for batches of one shape.
+        Nothing is compiled, unless the strategy has still to choose (`settled`). A loss is traced once for each shape
+        of a batch.
 
         Args:
           batch: a pytree of arrays or `jax.ShapeDtypeStruct` [rows, ...].
@@ -338,7 +349,8 @@ class Step(FirstState, Intake):
         """
         if self.settle is not None:
             shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), batch)
-            return self.settle(shapes)._function(name, batch, inside)
+            # "measured" has the order of rows with the batch, and the choices are those for the batch.
+            return self.settle(shapes[0] if name == "measured" else shapes)._function(name, batch, inside)
         leaves, tree = jax.tree.flatten(batch)
         cache_key = (name, inside, tree, *(np.shape(x) for x in leaves))
         if cache_key not in self._jitted:

@@ -197,7 +197,8 @@ class Tracing(Setting):
         """Return the traced loss for one microbatch, of arrays or shapes; each kind of inputs is traced once."""
         # With a key the loss is traced for training, without one (None, part of the tree) for evaluation.
         leaves, tree = jax.tree.flatten((variables, rows, key))
-        kind = (tree, self.choices, *((jnp.shape(x), x.dtype) for x in leaves))
+        choices = self.strategy.concurrent, self.choices
+        kind = (tree, *choices, *((jnp.shape(x), x.dtype) for x in leaves))
         if kind not in self._traced:
             # Without shardings and weak types, so that arrays and shapes give one trace.
             abstract = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)

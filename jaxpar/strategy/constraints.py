@@ -145,8 +145,8 @@ CONSTRAINTS = (
     ),
     Constraint(
         ("concurrent", "chunks"),
-        lambda s, count: not is_int(count) or not 1 <= count <= MOST,
-        "{name}={value!r} is not a count; use a whole number from 1 to " + f"{MOST:,}",
+        lambda s, count: count != "auto" and (not is_int(count) or not 1 <= count <= MOST),
+        "{name}={value!r} is not a count; use a whole number from 1 to " + f"{MOST:,}, or auto",
     ),
     Constraint(
         ("chunks",),
@@ -180,18 +180,20 @@ CONSTRAINTS = (
     ),
     Constraint(
         ("concurrent",),
-        lambda s, count: count > 1 and s.server,
+        lambda s, count: s.server and count > 1,
         "concurrent={value} runs microbatches side by side, and server=True sends between steps; leave one out",
     ),
     Constraint(
         ("concurrent",),
-        lambda s, count: count > 1 and s.pipe != 1,
+        lambda s, count: s.pipe != 1 and count > 1,
         "concurrent={value} runs microbatches side by side, and pipe={s.pipe} does so too; leave one out",
     ),
     Constraint(
         ("concurrent",),
         # -1 becomes a number when the mesh is known (`Strategy.on`), and is tested again then.
-        lambda s, count: s.microbatches != -1 and s.microbatches % count and -(-s.microbatches // count) * count,
+        lambda s, count: (
+            s.microbatches != -1 and count != "auto" and s.microbatches % count and -(-s.microbatches // count) * count
+        ),
         "concurrent={value} does not divide microbatches={s.microbatches}; use microbatches={detail}",
     ),
     Constraint(

@@ -82,7 +82,10 @@ class Strategy:
         pipeline. It becomes a number when the mesh is known, and does not depend on the rows.
       concurrent: number of microbatches that run side by side, layer by layer: while one waits for a collective,
         another computes (Domino, Wang et al. 2024; `slicing/side_by_side.py`), and a layer is fetched once for all.
-        They keep as much for their backwards as one microbatch of all their rows.
+        They keep as much for their backwards as one microbatch of all their rows. "auto" chooses 1, 2 or 4 when the
+        shapes of a batch are known: on GPUs of a known kind, with `tensor`, `context` or `expert`, as many as hide
+        their collectives and fit the memory (`inspect/concurrency.py`). It is 1 elsewhere, with remat="auto", and for
+        losses that pass variables from one microbatch to the next.
 
     Attributes: The pipeline
       schedule: the order of forwards and backwards, by its name in `schedules.SCHEDULES`: "1f1b", "gpipe", or one with
@@ -162,7 +165,7 @@ class Strategy:
     server: bool = False
     rule: str = ""
     microbatches: int = 1
-    concurrent: int = 1
+    concurrent: Any = "auto"  # an int after `__post_init__` if other fields decide it, else in `Step.settled`
     precision: str = "f32"
     fp8_except: str = ""
     fp8_scaling: str = "row"
@@ -201,6 +204,8 @@ class Strategy:
             object.__setattr__(self, "stages", ":".join(map(str, self.stages)))
         if isinstance(self.offload, str) and {*(terms := self.offload.split("+"))} <= {*OFFLOADS}:
             object.__setattr__(self, "offload", "+".join(x for x in OFFLOADS if x in terms))
+        if self.concurrent == "auto":
+            object.__setattr__(self, "concurrent", self.default_concurrent)
         # The first constraint that is broken raises.
         for constraint in CONSTRAINTS:
             constraint.check(self)
@@ -294,6 +299,14 @@ class Strategy:
         return getattr(self.schedule, "chunks", 1)
 
     @property
+    def default_concurrent(self) -> Any:
+        """The number of concurrent microbatches if it is not given: "auto" where a step may choose, else 1."""
+        sends_activations = (self.tensor, self.context, self.expert) != (1, 1, 1)
+        is_alone = self.microbatches == 1 or self.pipe != 1 or self.server
+        # remat="auto" fills the memory that more microbatches would need.
+        return "auto" if sends_activations and not is_alone and self.remat != "auto" else 1
+
+    @property
     def cuts(self) -> tuple[str, ...]:
         """The paths at which `stages` cuts, or its counts of blocks as text; () if it is no list."""
         text = self.stages if isinstance(self.stages, str) else ""
@@ -321,7 +334,11 @@ class Strategy:
 
     @property
     def turns(self) -> int:
-        """How often a step without a pipeline runs forward and backward. `microbatches` must not be -1."""
+        """How often a step without a pipeline runs forward and backward.
+
+        `microbatches` must not be -1, nor `concurrent` "auto": a step knows both for a batch (`Step.settled`).
+        """
+        assert not isinstance(self.concurrent, str), "concurrent='auto' is not settled"
         return self.microbatches // self.concurrent
 
     def on(self, ranks: int) -> "Strategy":
@@ -337,7 +354,8 @@ class Strategy:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             # "auto" became a number in `__post_init__`.
-            default = self.fewest_chunks if field.name == "chunks" else field.default
+            decided = {"chunks": self.fewest_chunks, "concurrent": self.default_concurrent}
+            default = decided.get(field.name, field.default)
             if field.name == skip or value == default:
                 continue
             # `parse` reads truth values in lower case. A `Schedule` has a label, a policy of jax.checkpoint a name.

@@ -158,6 +158,13 @@ def test_a_budget_is_met_and_training_is_as_on_one_device(strategy: str) -> None
 
 
 @pytest.mark.slow
+def test_rows_are_checked_with_the_choices_for_their_batch() -> None:
+    """The program that deals rows gets their order too, and choices were asked for both together as one batch."""
+    step = jp.make_train_step(MODEL, SGD, "fsdp=2,remat=auto,budget=1GB", jax.devices()[:2])
+    assert step.check_rows(step.init(jax.random.key(0)), BATCH).ok
+
+
+@pytest.mark.slow
 def test_the_host_has_room_for_what_is_sent_there() -> None:
     """With 70B parameters on 256 devices, 8 devices sent 403 GB each to a host of 2 TB."""
     (stack,) = stacks_of(jp.make_train_step(MODEL, SGD, "fsdp=2,remat=auto,budget=1TB", jax.devices()[:2]), BATCH)

@@ -74,6 +74,7 @@ def candidates(target: Target, rows: int, precision: str, splits: Splits = NO_SP
                         tensor=tensor,
                         sequence=tensor > 1,
                         microbatches=m,
+                        concurrent=1,  # neighbours of compiled strategies have 2 and more
                         schedule=schedule,
                         chunks=chunks,
                         remat=remat,

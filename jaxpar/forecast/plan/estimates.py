@@ -200,15 +200,9 @@ class Estimator:
         return Splits(experts, context), ""
 
     def estimate(self, strategy: Strategy) -> Estimate:
-        """Return the closed forms of a strategy. All its sizes are numbers; only `fsdp` may be -1.
-
-        remat="auto" saves as much as the memory allows. Its estimate has the seconds of remat="none" and the bytes of
-        "layer": a lower bound on both.
-        """
-        if strategy.remat == "auto":
-            fixed = (dataclasses.replace(strategy, remat=remat, budget="") for remat in ("none", "layer"))
-            fastest, smallest = map(self.estimate, fixed)
-            return dataclasses.replace(fastest, activations=smallest.activations)
+        """Return the closed forms of a strategy. All its sizes are numbers; only `fsdp` may be -1."""
+        if "auto" in (strategy.remat, strategy.concurrent):
+            return self._estimate_of_choices(strategy)
 
         # 1. What the strategy shares with others: the traced loss, the layout, the schedule.
         loss = _cached(self._loss_costs, _loss_key(strategy), lambda: self._loss_cost(strategy))
@@ -279,6 +273,16 @@ class Estimator:
         return Estimate(
             **state.bytes, activations=int(saved), seconds=seconds, compute=compute, sent=sent, bubble=bubble
         )
+
+    def _estimate_of_choices(self, strategy: Strategy) -> Estimate:
+        """Return the fewest seconds and the fewest bytes of the choices of remat="auto" or concurrent="auto"."""
+        if strategy.remat == "auto":
+            changes: list[dict[str, Any]] = [{"remat": remat, "budget": ""} for remat in ("none", "layer")]
+        else:
+            changes = [{"concurrent": c} for c in (1, 2, 4) if strategy.microbatches % c == 0]
+        estimates = [self.estimate(dataclasses.replace(strategy, **change)) for change in changes]
+        fastest = min(estimates, key=lambda estimate: estimate.seconds)
+        return dataclasses.replace(fastest, activations=min(estimate.activations for estimate in estimates))
 
     def _microbatch_seconds(
         self, s: Strategy, shape: dict[str, int], loss: _LossCost, state: _StoredState, rows: float

@@ -72,6 +72,7 @@ def check(
         )
     # Refuse `overlap` before anything is compiled.
     hardware = overlap if isinstance(overlap, Hardware) else hardware_of(step) if overlap else None
+    step = step.settled(batch)
     if isinstance(step, ServerStep):
         findings = list(_server_findings(step, batch))
     else:

@@ -50,6 +50,7 @@ def explain(step: Step, batch: Any, compiled: jax.stages.Compiled | None = None)
     """
     batch = jax.tree.map(as_array, batch)
     step.check(batch)
+    step = step.settled(batch)
     jaxpr, closed_form = step.trace(batch), expected(step, batch)
     written_ledger = Ledger.from_jaxpr(jaxpr, step.mesh)
     transfers: tuple[Transfer, ...] = ()
@@ -215,6 +216,8 @@ def _step_remarks(
     # 1. What the strategy does with the model.
     notes = traced.notes
     yield from _pipeline_remarks(step, traced.program)
+    if step.beside:
+        yield step.beside
     yield from _attention_remarks(step, notes)
     yield from _logits_remarks(step, notes)
     yield from _fp8_remarks(step, notes.fp8)
