@@ -33,7 +33,7 @@ from .reference import Reference
 
 _SCALE_TEXTS = {  # `Difference.scale` -> how it prints
     "leaf": "its largest element",
-    "tree": "1/1000 of the largest element of all leaves, since its own are smaller",
+    "tree": "1/1000 of the largest element of all leaves, since it is almost zero",
     "terms": "the terms that cancel in it",
 }
 
