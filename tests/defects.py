@@ -90,7 +90,7 @@ DEFECTS = (
     Defect("shared-layer", "slicing/layer_access.py", "slicing/test_layers.py",
            "grad = grad if overwrite else grad + s.read(total, layer)", "grad = grad",
            "Of a layer that is used twice only one use's gradient counts."),
-    Defect("late-sum", "parallel/data/access.py", "parallel/data/test_grad_dtype.py::test_gradients_are_the_same_to_the_bit",
+    Defect("late-sum", "parallel/data/access.py", "parallel/data/test_grad_dtype.py::test_gradients_of_a_tied_embedding_are_the_same_to_the_bit",
            "return sum(others, first)", "return first",
            "The update receives the gradient of one of a tied leaf's two uses."),
     Defect("small-tanh", "slicing/tanh.py", "slicing/test_tanh.py::test_what_stays",

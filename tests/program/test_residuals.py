@@ -71,7 +71,9 @@ def test_sums_that_scale_rows() -> None:
     """
     normalised = {
         "rms": (lambda x: x * lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6), 1),
+        "rms, in two steps": (lambda x: x * jnp.broadcast_to(lax.rsqrt((x * x).sum(-1, keepdims=True)), x.shape), 1),
         "layer": (lambda x: x - x.mean(-1, keepdims=True), 0),
+        "layer, in two steps": (lambda x: x - jnp.broadcast_to(x.mean(-1)[:, None], x.shape), 0),
         "softmax": (jax.nn.softmax, 0),
         "columns": (lambda x: x * lax.rsqrt((x * x).mean(0, keepdims=True) + 1e-6), 0),
         "whole": (lambda x: x * lax.rsqrt((x * x).mean() + 1e-6), 0),

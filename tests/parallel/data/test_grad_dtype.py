@@ -63,11 +63,8 @@ def overlapping() -> jp.Model:
     return jp.Model(init=draw, loss=loss)
 
 
-@pytest.mark.parametrize(
-    "model", [named("llama-tiny", layers=3).model, named("llama-tiny", layers=3, tied=False).model, overlapping()]
-)
-def test_gradients_are_the_same_to_the_bit(monkeypatch: pytest.MonkeyPatch, model: jp.Model) -> None:
-    """As when every gradient is cast to float32 where it is computed."""
+def check_to_the_bit(monkeypatch: pytest.MonkeyPatch, model: jp.Model) -> None:
+    """Check that gradients are the same as when each is cast to float32 where it is computed."""
 
     def gradients() -> list[Any]:
         step = jp.make_train_step(model, optax.sgd(0.1), "single,precision=bf16", mesh=jax.devices()[:1])
@@ -85,6 +82,16 @@ def test_gradients_are_the_same_to_the_bit(monkeypatch: pytest.MonkeyPatch, mode
     for a, b in zip(narrow, gradients(), strict=True):
         assert a.dtype == b.dtype == np.float32
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("model", [named("llama-tiny", layers=3).model, overlapping()])
+def test_gradients_are_the_same_to_the_bit(monkeypatch: pytest.MonkeyPatch, model: jp.Model) -> None:
+    check_to_the_bit(monkeypatch, model)
+
+
+def test_gradients_of_a_tied_embedding_are_the_same_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The update adds those of the lookup and of the logits in float32."""
+    check_to_the_bit(monkeypatch, named("llama-tiny", layers=3, tied=True).model)
 
 
 @pytest.mark.cuda_compiler
