@@ -162,6 +162,14 @@ class Step(FirstState, Intake):
         step.local, step._jitted = replace(self.local, tracing=step.tracing), {}
         return step
 
+    def recomputing(self, remat: str) -> Self:
+        """Return this step with another `remat` than "auto"; both share the traces of the loss."""
+        step = self.choosing(())
+        step.strategy = replace(self.strategy, remat=remat)
+        step.tracing = replace(step.tracing, strategy=step.strategy)
+        step.local = replace(step.local, tracing=step.tracing)
+        return step
+
     def _home(self) -> Mesh:
         """Return the mesh on which the state lives."""
         return self.mesh

@@ -12,7 +12,7 @@ import jaxpar as jp
 from jaxpar.forecast.plan.candidates import Splits, candidates, parts_per_row
 from jaxpar.forecast.plan.estimates import Estimator
 from jaxpar.forecast.plan.neighbours import families, neighbours
-from jaxpar.forecast.plan.planner import reason_to_skip
+from jaxpar.forecast.plan.reasons import reason_to_skip
 from jaxpar.models import named
 
 LENGTH, HOST = 32, cpu_target(devices=4)
