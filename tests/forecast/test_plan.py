@@ -19,8 +19,8 @@ from jaxpar.forecast.plan.candidates import candidates
 from jaxpar.forecast.plan.estimates import Estimator
 from jaxpar.forecast.plan.line import Line, ranked
 from jaxpar.forecast.plan.neighbours import families, neighbours
-from jaxpar.forecast.plan.reasons import reason_to_skip
 from jaxpar.forecast.plan.ranking import Plan
+from jaxpar.forecast.plan.reasons import reason_to_skip
 from jaxpar.hardware.devices import Target, target
 from jaxpar.hardware.hardware import KINDS, RESERVE, Hardware
 from jaxpar.hardware.links import Reach, collective_seconds

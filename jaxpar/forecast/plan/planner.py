@@ -40,7 +40,7 @@ from .line import Line, fastest, line_fields, ranked
 from .neighbours import families, neighbours
 from .progress import PlanProgress
 from .ranking import Plan
-from .reasons import is_relief, likely_seconds, memory_overrun, reason_to_skip
+from .reasons import is_relief, least_overrun, likely_seconds, memory_overrun, reason_to_skip
 
 Pair = tuple[Strategy, Estimate]
 _MAX_TRIES = 3  # strategies of one family that are compiled until one fits
@@ -289,9 +289,9 @@ class Planner:
             return None
         if len(self.lines) >= top - top // 4:
             return None
-        # Programs of one family exceed their closed forms by similar ratios.
-        overrun = min((memory_overrun(line) for line in family_lines), default=1.0)
-        likely = [pair for pair in members if overrun * pair[1].bytes <= self.usable]
+        # Similar programs exceed their closed forms by similar ratios.
+        overrun = lambda strategy: least_overrun(strategy, self.lines, family_lines)
+        likely = [pair for pair in members if overrun(pair[0]) * pair[1].bytes <= self.usable]
         return self._first_worth_compiling(likely, top)
 
     def _best_line(self) -> Line | None:

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 
 from ...backend.text import size
 from ...strategy import Strategy
-from .candidates import REMATS
 from .estimates import Estimate
-from .line import Line, fastest
+from .line import Line
 from .neighbours import alike_but, keeps_more
 
-_TIGHT = 0.9  # share of the usable memory above which a program is near the limit
-_GAIN = 0.01  # a strategy is compiled if it is likely to be faster than the best program by this share
+_TIGHT = 0.85  # share of the usable memory above which a program is near the limit
+_GAIN = 0.005  # a strategy is compiled if it is likely to be faster than the best program by this share,
+_PATIENCE = 2  # until so many programs in a row were not faster
 # Fields on which the ratio of a program's memory to its closed form depends.
 _OVERRUN_FIELDS = ("pipe", "expert", "context", "tensor", "remat", "offload")
 
@@ -26,15 +26,25 @@ def memory_overrun(line: Line) -> float:
     return line.memory["total"] / line.estimate.bytes
 
 
+def _similar(strategy: Strategy, lines: Sequence[Line]) -> list[Line]:
+    """Return the lines whose programs exceed their closed forms by similar ratios of memory."""
+    alike = lambda other: all(getattr(other, name) == getattr(strategy, name) for name in _OVERRUN_FIELDS)
+    return [line for line in lines if line.estimate and alike(line.strategy)]
+
+
+def least_overrun(strategy: Strategy, lines: Sequence[Line], family_lines: Sequence[Line]) -> float:
+    """Return the least `memory_overrun` of similar lines, else of those of the strategy's family; 1 without any."""
+    return min(map(memory_overrun, _similar(strategy, lines) or family_lines), default=1.0)
+
+
 def likely_seconds(strategy: Strategy, estimate: Estimate, lines: Sequence[Line]) -> tuple[float, Line]:
     """Return the seconds of a strategy if its program exceeds its closed forms as a similar one does; and that line.
 
     It is the fastest line that uses the same axes, or else the fastest. Its kernels take longer than their closed form
     by some factor, and waits for communication exceed theirs by a share of all that is sent.
     """
-    uses = lambda s: tuple(getattr(s, axis) > 1 for axis in ("pipe", "expert", "context", "tensor"))
     known = [line for line in lines if line.estimate]
-    alike = [line for line in known if uses(line.strategy) == uses(strategy)]
+    alike = [line for line in known if _axes(line.strategy) == _axes(strategy)]
     line = min(alike or known, key=lambda line: line.seconds)
     own = line.estimate
     assert own is not None
@@ -45,25 +55,36 @@ def likely_seconds(strategy: Strategy, estimate: Estimate, lines: Sequence[Line]
 
 
 def is_relief(strategy: Strategy, best: Line, usable: int) -> bool:
-    """Return whether a strategy is the best one with twice the microbatches, and that one is near the memory limit.
+    """Return whether a strategy is the best one with less memory, and that one is near the memory limit.
 
-    There XLA recomputes kernels and overlaps less, which no closed form knows.
+    There XLA recomputes kernels and overlaps less, which no closed form knows. Twice the microbatches and remat="dots"
+    need less memory for hardly more seconds.
     """
-    is_tight = best.memory["total"] > _TIGHT * usable
     has_more = strategy.microbatches > best.strategy.microbatches
-    return is_tight and has_more and alike_but("microbatches", strategy, best.strategy)
-
-
-def _may_surprise(strategy: Strategy, best: Line, usable: int) -> bool:
-    """Return whether a strategy differs from the best one in something that no closed form counts."""
-    in_order = strategy.remat in REMATS and best.strategy.remat in REMATS
-    recomputes_less = in_order and REMATS.index(strategy.remat) < REMATS.index(best.strategy.remat)
-    return (
-        (recomputes_less and alike_but("remat", strategy, best.strategy))
-        or alike_but("attention", strategy, best.strategy)
-        or (best.prediction["chunked"] and alike_but("logits", strategy, best.strategy))
-        or is_relief(strategy, best, usable)
+    is_smaller = (has_more and alike_but("microbatches", strategy, best.strategy)) or (
+        strategy.remat == "dots" and keeps_more(best.strategy, strategy)
     )
+    return is_smaller and best.memory["total"] > _TIGHT * usable
+
+
+def _may_surprise(strategy: Strategy, best: Line, lines: Sequence[Line], usable: int) -> bool:
+    """Return whether a strategy differs from the best one in something that no closed form counts.
+
+    Logits in chunks are computed twice, and remat="dots" recomputes; casts of gradients take kernels; kinds of
+    attention overlap differently. Each choice is tried once for programs on the same axes.
+    """
+    around = [line.strategy for line in lines if _axes(line.strategy) == _axes(strategy)]
+    is_new = lambda name: all(getattr(strategy, name) != getattr(other, name) for other in around)
+    names = ["attention", "reduce"] if strategy.reduce == "compute" else ["attention"]
+    names += ["logits"] if best.prediction["chunked"] else []
+    names += ["remat"] if keeps_more(strategy, best.strategy) else []
+    is_unknown = any(alike_but(name, strategy, best.strategy) and is_new(name) for name in names)
+    return is_unknown or is_relief(strategy, best, usable)
+
+
+def _axes(strategy: Strategy) -> tuple[bool, ...]:
+    """Return which axes a strategy uses, except for those of data parallelism."""
+    return tuple(getattr(strategy, axis) > 1 for axis in ("pipe", "expert", "context", "tensor"))
 
 
 def reason_to_skip(strategy: Strategy, estimate: Estimate, lines: Sequence[Line], usable: int, top: int) -> str | None:
@@ -88,11 +109,7 @@ def reason_to_skip(strategy: Strategy, estimate: Estimate, lines: Sequence[Line]
 
     # 3. Similar programs exceed their closed forms so far that this one will not fit. Take the one nearest to its
     #    closed form: ZeRO-1 with microbatches is far above its own, and says nothing about others.
-    similar = [
-        line
-        for line in lines
-        if line.estimate and all(getattr(line.strategy, name) == getattr(strategy, name) for name in _OVERRUN_FIELDS)
-    ]
+    similar = _similar(strategy, lines)
     if not all(line.fits for line in similar):
         nearest = min(similar, key=memory_overrun)
         # 10% of tolerance, since the ratio is only similar.
@@ -100,10 +117,11 @@ def reason_to_skip(strategy: Strategy, estimate: Estimate, lines: Sequence[Line]
             needs = size(nearest.memory["total"])
             return f"does not fit: {size(likely)} likely, as {nearest.strategy} needs {needs}"
 
-    # 4. By closed forms that are scaled to a program, it is no faster.
-    if fitting and (best := fastest(fitting)) and best.estimate and not _may_surprise(strategy, best, usable):
+    # 4. By closed forms that are scaled to a program, it is no faster; or strategies that were likely to be, were not.
+    if fitting and (best := min(fitting, key=lambda line: line.seconds)).estimate:
         likely, scaled_to = likely_seconds(strategy, estimate, fitting)
-        if likely > (1 - _GAIN) * best.seconds:
+        is_over = len(fitting) - 1 - fitting.index(best) >= _PATIENCE
+        if (is_over or likely > (1 - _GAIN) * best.seconds) and not _may_surprise(strategy, best, lines, usable):
             return f"{1e3 * likely:,.0f} ms likely, by closed forms and the program of {scaled_to.strategy}"
 
     # 5. Enough strategies were compiled.
