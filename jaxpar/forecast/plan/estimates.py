@@ -200,10 +200,7 @@ class Estimator:
         return Splits(experts, context), ""
 
     def estimate(self, strategy: Strategy, exact: bool = True) -> Estimate:
-        """Return the closed forms of a strategy. All its sizes are numbers; only `fsdp` may be -1.
-
-        If they need not be exact, the loss is traced on at most two ranks of `tensor`, `context` and `expert`, and more
-        ranks share its work evenly: about a lower bound on the exact closed forms.
+        """Return the closed forms of a strategy; not exact, from `_shared_loss_cost`. Of its sizes, `fsdp` may be -1.
 
         remat="auto" saves as much as the memory allows. Its estimate has the seconds of remat="none" and the bytes of
         "layer": a lower bound on both.
@@ -331,7 +328,7 @@ class Estimator:
         return _cached(self._loss_costs, _loss_key(strategy), lambda: self._loss_cost(strategy))
 
     def _shared_loss_cost(self, strategy: Strategy) -> _LossCost:
-        """Return the cost of the loss on at most two ranks of each axis, whose work all ranks share evenly."""
+        """Return about a lower bound: the cost on at most two ranks of each axis, whose work all ranks share evenly."""
         sizes = {axis: min(2, getattr(strategy, axis)) for axis in ("tensor", "context", "expert")}
         small = dataclasses.replace(strategy, **sizes)
         try:

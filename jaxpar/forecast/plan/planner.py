@@ -3,8 +3,8 @@
     candidates -> closed forms -> search: compile the best of each family, then neighbours of the best -> ranking
 
 Closed forms are lower bounds on memory and time. A strategy whose closed form is slower than a compiled program, or
-does not fit, is never compiled. Lines of the plan are ranked by the memory of their compiled programs, and by the time
-that `predict` gives for them.
+does not fit, is never compiled; nor is one that is likely to be slower (`reasons.py`). Lines of the plan are ranked by
+the memory of their compiled programs, and by the time that `predict` gives for them.
 """
 
 import dataclasses
@@ -232,8 +232,8 @@ class Planner:
         """Compile at most `top` strategies, beginning with the candidates of `queue`.
 
         First the best of each family by closed forms, and after each new best one of its neighbours; then neighbours of
-        the best, until none may be faster; then the remaining candidates, by closed forms. All choices are
-        deterministic, so that a cached plan makes the same ones.
+        the best; then the remaining candidates, by closed forms. `reason_to_skip` ends each of them, and checks the
+        exact closed forms before compiling. All choices are deterministic, so that a cached plan makes the same ones.
         """
         task = bar.add_task("compile", total=min(top, len(queue)))
 

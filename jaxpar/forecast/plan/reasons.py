@@ -120,7 +120,7 @@ def reason_to_skip(strategy: Strategy, estimate: Estimate, lines: Sequence[Line]
     # 4. By closed forms that are scaled to a program, it is no faster; or strategies that were likely to be, were not.
     if fitting and (best := min(fitting, key=lambda line: line.seconds)).estimate:
         likely, scaled_to = likely_seconds(strategy, estimate, fitting)
-        is_over = len(fitting) - 1 - fitting.index(best) >= _PATIENCE
+        is_over = len(lines) - 1 - lines.index(best) >= _PATIENCE
         if (is_over or likely > (1 - _GAIN) * best.seconds) and not _may_surprise(strategy, best, lines, usable):
             return f"{1e3 * likely:,.0f} ms likely, by closed forms and the program of {scaled_to.strategy}"
 
