@@ -122,7 +122,8 @@ def reason_to_skip(strategy: Strategy, estimate: Estimate, lines: Sequence[Line]
         likely, scaled_to = likely_seconds(strategy, estimate, fitting)
         is_over = len(lines) - 1 - lines.index(best) >= _PATIENCE
         if (is_over or likely > (1 - _GAIN) * best.seconds) and not _may_surprise(strategy, best, lines, usable):
-            return f"{1e3 * likely:,.0f} ms likely, by closed forms and the program of {scaled_to.strategy}"
+            after = f"; {_PATIENCE} programs in a row were not faster" if is_over else ""
+            return f"{1e3 * likely:,.0f} ms likely, by closed forms and the program of {scaled_to.strategy}{after}"
 
     # 5. Enough strategies were compiled.
     if len(lines) >= top and (fitting or len(lines) >= 2 * top):
