@@ -90,8 +90,8 @@ class StepView(Protocol):
 class RunnableStep(StepView, Protocol):
     """The attributes of a step that a report uses in addition if it runs or compiles other programs of the step."""
 
-    def choosing(self, choices: tuple[str, ...] = (), chosen: tuple[Any, ...] = (), concurrent: int = 0) -> Self:
-        """The step with these choices of what its layers save, and with so many microbatches side by side."""
+    def choosing(self, choices: tuple[str, ...] = (), chosen: tuple[Any, ...] = (), **fields: Any) -> Self:
+        """The step with these choices of what its layers save, and with these fields of its strategy."""
         ...
 
     def params(self, state: State) -> Any:

@@ -156,18 +156,17 @@ class Step(FirstState, Intake):
         """
         return self if self.settle is None else self.settle(self.shapes(batch))
 
-    def choosing(self, choices: tuple[str, ...] = (), chosen: tuple[Any, ...] = (), concurrent: int = 0) -> Self:
-        """Return this step with other choices of what its strategy leaves open.
+    def choosing(self, choices: tuple[str, ...] = (), chosen: tuple[Any, ...] = (), **fields: Any) -> Self:
+        """Return this step with other choices of what its strategy leaves open; both share the traces of the model.
 
         Args:
           choices: for each stack, what happens to the values that its layers save (`Residuals.kept`).
           chosen: what a report shows of these choices.
-          concurrent: the number of microbatches that run side by side; the strategy's if 0.
+          fields: `concurrent` or `remat`, if they replace the strategy's.
         """
         # A shallow copy shares layout and update, but needs its own programs.
         step = copy.copy(self)
-        step.chosen = chosen
-        step.strategy = replace(self.strategy, concurrent=concurrent or self.strategy.concurrent)
+        step.chosen, step.strategy = chosen, replace(self.strategy, **fields)
         step.tracing = replace(self.tracing, strategy=step.strategy, choices=choices)
         step.local, step._jitted = replace(self.local, tracing=step.tracing), {}
         return step

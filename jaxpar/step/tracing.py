@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -171,6 +171,24 @@ class Loss:
         return self.traced.program.backward(self.access, self.stored, tape, {self.traced.total: seed}, into, flights)
 
 
+class _Rewritten(NamedTuple):
+    """A traced loss before it is sliced.
+
+    Attributes:
+      unsplit: its equations before any pass.
+      tree: the structure of its results, `({metric: Mean}, variables)`.
+      loss: its equations on one device.
+      noted: the calls that read rows of other replicas (`model.couplings`).
+      notes: the notes of the passes.
+    """
+
+    unsplit: jx.Flat
+    tree: Any
+    loss: PlacedLoss
+    noted: Sequence[str]
+    notes: Notes
+
+
 @dataclass(frozen=True, kw_only=True)
 class Tracing(Setting):
     """Traces the loss of one model under one strategy; the attributes of `Setting` come first.
@@ -185,8 +203,10 @@ class Tracing(Setting):
     model: Model
     matrix_warning: Callable[[jx.Flat, Sequence[tuple[str, tuple[int, ...]]]], str | None] | None = None
     choices: tuple[str, ...] = ()
-    # Tracings with other choices share this dict, so that a warning is not repeated for each of them.
+    # Tracings with other choices or another remat share both, so that no warning is repeated, and the model's code
+    # runs once for all of them.
     _traced: dict[Any, Traced] = field(default_factory=dict, compare=False, repr=False)
+    _rewritten: dict[Any, "_Rewritten"] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def writes(self) -> Writes | None:
@@ -197,13 +217,15 @@ class Tracing(Setting):
         """Return the traced loss for one microbatch, of arrays or shapes; each kind of inputs is traced once."""
         # With a key the loss is traced for training, without one (None, part of the tree) for evaluation.
         leaves, tree = jax.tree.flatten((variables, rows, key))
-        choices = self.strategy.concurrent, self.choices
-        kind = (tree, *choices, *((jnp.shape(x), x.dtype) for x in leaves))
-        if kind not in self._traced:
+        kind = (tree, self.strategy.concurrent, *((jnp.shape(x), x.dtype) for x in leaves))
+        if (chosen := (*kind, self.strategy.remat, self.choices)) not in self._traced:
             # Without shardings and weak types, so that arrays and shapes give one trace.
             abstract = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
-            self._traced[kind] = self._make(*jax.tree.map(abstract, (variables, rows, key)))
-        return self._traced[kind]
+            inputs = jax.tree.map(abstract, (variables, rows, key))
+            if kind not in self._rewritten:
+                self._rewritten[kind] = self._rewrite(inputs)
+            self._traced[chosen] = self._make(self._rewritten[kind])
+        return self._traced[chosen]
 
     def takes_all_rows(self, traced: Traced) -> bool:
         """Return whether the loss would read rows of other replicas, as with `jp.all_rows` or BatchNorm."""
@@ -212,22 +234,30 @@ class Tracing(Setting):
             flat, _ = self._trace((traced.variables, traced.rows, traced.key), {"data": 2})
         return bool(noted) or jx.communicates(flat.eqns)
 
-    def _make(self, variables: Any, rows: Any, key: Any) -> Traced:
-        """Make the program of a loss of these abstract values; `Step._train` continues from here."""
+    def _rewrite(self, inputs: Any) -> "_Rewritten":
+        """Trace a loss of these abstract values, and rewrite it for one device; neither depends on `remat`."""
         # 1. Trace: the model's code runs once, on the parameters of all ranks, and leaves its equations.
-        inputs, notes = (variables, rows, key), Notes()
+        notes = Notes()
         with couplings() as noted:
             unsplit, out = self._trace_block(inputs, notes)
-        # 2. Rewrite them for one device (`PASSES`), and slice them.
+        # 2. Rewrite them for one device (`PASSES`).
         num_sums = len(jax.tree.leaves(out[0]))
         loss = rewrite(self, PlacedLoss(unsplit, self.layout.storage.units, inputs, num_sums, unsplit), notes)
+        return _Rewritten(unsplit, jax.tree.structure(out), loss, noted, notes)
+
+    def _make(self, rewritten: "_Rewritten") -> Traced:
+        """Make the program of a rewritten loss; `Step._train` continues from here."""
+        unsplit, tree, loss, noted = rewritten.unsplit, rewritten.tree, rewritten.loss, rewritten.noted
+        # The checks add to the notes of this program alone.
+        inputs, notes = loss.inputs, replace(rewritten.notes)
+        # 1. Slice it.
         program = replace(
             self._sliced(loss), loops=tuple(notes.loops), coupled=bool(noted) or jx.communicates(unsplit.eqns)
         )
-        # 3. Check the program (refusals.py, loss_warnings.py, rows/). Outputs are known by position from here on.
-        tree = jax.tree.structure(out)
+        # 2. Check the program (refusals.py, loss_warnings.py, rows/). Outputs are known by position from here on.
         outputs = jax.tree.unflatten(tree, list(range(tree.num_leaves)))
         self._check(unsplit, program, outputs, inputs, noted, notes)
+        variables, rows, key = inputs
         lookups_by_path = self._lookups(unsplit, variables, rows)
         abstract = (self._leaves(loss.placements), variables, rows, key, self.strategy.concurrent)
         axes = (self.axes, self.summed, self.traced_axes)

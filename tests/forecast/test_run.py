@@ -227,10 +227,10 @@ def test_sigterm_prints_the_table_and_exits_with_143(
     """The exception of a signal that arrived in the garbage collector was dropped, and the search went on."""
     estimate = Estimator.estimate
 
-    def terminated(self: Estimator, strategy: jp.Strategy) -> Any:
+    def terminated(self: Estimator, strategy: jp.Strategy, exact: bool = True) -> Any:
         with contextlib.suppress(KeyboardInterrupt) if dropped else contextlib.nullcontext():
             os.kill(os.getpid(), signal.SIGTERM)
-        return estimate(self, strategy)
+        return estimate(self, strategy, exact)
 
     monkeypatch.setattr(Estimator, "estimate", terminated)
     model = "llama-tiny,layers=1,dim=16,heads=2,kv_heads=2,ffn=32"

@@ -173,6 +173,7 @@ class Estimator:
     rules: Any = None
     trainable: Callable[[str], bool] | None = None
     _loss_costs: dict[Any, _LossCost | ValueError] = field(default_factory=dict)
+    _loss_steps: dict[str, Step] = field(default_factory=dict)
     _states: dict[Any, _StoredState | ValueError] = field(default_factory=dict)
     _schedules: dict[Any, Schedule | ValueError] = field(default_factory=dict)
 
@@ -180,7 +181,7 @@ class Estimator:
         """Return the closed forms on another number of the same devices; both share what does not depend on it."""
         return dataclasses.replace(self, target=target, _states={})
 
-    def splits(self) -> tuple[Splits, str]:
+    def splits(self, precision: str = "f32") -> tuple[Splits, str]:
         """Return how many ranks may share experts and positions, and the error of `context=2`; "" if it is valid."""
         n = len(self.target.devices)
         experts = context = 1
@@ -192,20 +193,19 @@ class Estimator:
         except ValueError:
             pass  # the model is no mixture of experts
         try:
-            two_ranks = Strategy(context=2)
-            _cached(self._loss_costs, _loss_key(two_ranks), lambda: self._loss_cost(two_ranks))
+            self._exact_loss_cost(Strategy(context=2, precision=precision))
             context = powers(n)[-1]
         except ValueError as error:
             return Splits(experts), str(error)
         return Splits(experts, context), ""
 
-    def estimate(self, strategy: Strategy) -> Estimate:
-        """Return the closed forms of a strategy. All its sizes are numbers; only `fsdp` may be -1."""
+    def estimate(self, strategy: Strategy, exact: bool = True) -> Estimate:
+        """Return the closed forms of a strategy; not exact, from `_shared_loss_cost`. Of its sizes, `fsdp` may be -1."""
         if "auto" in (strategy.remat, strategy.concurrent):
-            return self._estimate_of_choices(strategy)
+            return self._estimate_of_choices(strategy, exact)
 
         # 1. What the strategy shares with others: the traced loss, the layout, the schedule.
-        loss = _cached(self._loss_costs, _loss_key(strategy), lambda: self._loss_cost(strategy))
+        loss = self._exact_loss_cost(strategy) if exact else self._shared_loss_cost(strategy)
         s, shape = strategy, strategy.sizes(len(self.target.devices), self.target.hosts)
         pipe, m, stages = shape["pipe"], s.microbatches, shape["pipe"] * s.chunks
         if 0 < 2 * loss.num_layers <= stages:
@@ -274,13 +274,13 @@ class Estimator:
             **state.bytes, activations=int(saved), seconds=seconds, compute=compute, sent=sent, bubble=bubble
         )
 
-    def _estimate_of_choices(self, strategy: Strategy) -> Estimate:
+    def _estimate_of_choices(self, strategy: Strategy, exact: bool) -> Estimate:
         """Return the fewest seconds and the fewest bytes of the choices of remat="auto" or concurrent="auto"."""
         if strategy.remat == "auto":
             changes: list[dict[str, Any]] = [{"remat": remat, "budget": ""} for remat in ("none", "layer")]
         else:
             changes = [{"concurrent": c} for c in (1, 2, 4) if strategy.microbatches % c == 0]
-        estimates = [self.estimate(dataclasses.replace(strategy, **change)) for change in changes]
+        estimates = [self.estimate(dataclasses.replace(strategy, **change), exact) for change in changes]
         fastest = min(estimates, key=lambda estimate: estimate.seconds)
         return dataclasses.replace(fastest, activations=min(estimate.activations for estimate in estimates))
 
@@ -327,10 +327,39 @@ class Estimator:
             )
         return step
 
+    def _exact_loss_cost(self, strategy: Strategy) -> _LossCost:
+        """Return the cost of the traced loss, which is traced once."""
+        return _cached(self._loss_costs, _loss_key(strategy), lambda: self._loss_cost(strategy))
+
+    def _shared_loss_cost(self, strategy: Strategy) -> _LossCost:
+        """Return about a lower bound: the cost on at most two ranks of each axis, whose work all ranks share evenly."""
+        sizes = {axis: min(2, getattr(strategy, axis)) for axis in ("tensor", "context", "expert")}
+        small = dataclasses.replace(strategy, **sizes)
+        try:
+            cost = self._exact_loss_cost(small)
+        except ValueError:
+            return self._exact_loss_cost(strategy)  # for its own error
+        # Expert ranks have as many tokens each, however many they are. Buffers of collectives keep their sizes.
+        ranks = strategy.tensor * strategy.context // (small.tensor * small.context)
+        return dataclasses.replace(
+            cost,
+            flops=cost.flops / ranks,
+            saved_per_row=cost.saved_per_row / ranks,
+            saved_fixed=cost.saved_fixed / ranks,
+            layer_elements=cost.layer_elements // (ranks * strategy.expert // small.expert),
+        )
+
     def _loss_cost(self, strategy: Strategy) -> _LossCost:
         """Trace the loss on the ranks of `tensor`, `context` and `expert` alone, for one and for two rows per rank."""
-        s = Strategy(**_loss_fields(strategy))
-        step = self._step(s, self.target.devices[: s.tensor * s.context * s.expert])
+        fields = _loss_fields(strategy)
+        remat = fields.pop("remat")
+        s = Strategy(**fields)
+        # Values of `remat` come one after another: they share one step, and so the trace of the model.
+        if str(fields) not in self._loss_steps:
+            self._loss_steps.clear()
+            step = self._step(s, self.target.devices[: s.tensor * s.context * s.expert])
+            self._loss_steps[str(fields)] = step
+        step = self._loss_steps[str(fields)].choosing(remat=remat)
         # Expert ranks do not share rows, so that `expert` rows are one per rank.
         one_row, two_rows = (_with_rows(self.batch, n * s.expert) for n in (1, 2))
         cost, cost_of_two = forward(step, one_row), forward(step, two_rows)

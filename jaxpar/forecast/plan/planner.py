@@ -3,8 +3,8 @@
     candidates -> closed forms -> search: compile the best of each family, then neighbours of the best -> ranking
 
 Closed forms are lower bounds on memory and time. A strategy whose closed form is slower than a compiled program, or
-does not fit, is never compiled. Lines of the plan are ranked by the memory of their compiled programs, and by the time
-that `predict` gives for them.
+does not fit, is never compiled; nor is one that is likely to be slower (`reasons.py`). Lines of the plan are ranked by
+the memory of their compiled programs, and by the time that `predict` gives for them.
 """
 
 import dataclasses
@@ -37,12 +37,12 @@ from .cache import PlanCache, folder, plan_key
 from .candidates import NO_SPLITS, REMATS, Splits, candidates, parts_per_row
 from .estimates import Estimate, Estimator
 from .line import Line, fastest, line_fields, ranked
-from .neighbours import alike_but, families, keeps_more, neighbours
+from .neighbours import families, neighbours
 from .progress import PlanProgress
 from .ranking import Plan
+from .reasons import is_relief, least_overrun, likely_seconds, memory_overrun, reason_to_skip
 
 Pair = tuple[Strategy, Estimate]
-_TIGHT = 0.9  # share of the usable memory above which a program is near the limit
 _MAX_TRIES = 3  # strategies of one family that are compiled until one fits
 
 
@@ -146,11 +146,14 @@ class Planner:
       flops, length, cache: as for `plan`.
 
     Attributes:
-      estimates: a strategy's text -> the fields of its `Estimate`, or the error that refuses it. Stored in the cache.
+      estimates: a strategy's text -> the fields of its `Estimate`, which need not be exact, or the error that refuses
+        it. Stored in the cache, as is `exact`.
+      exact: the same of exact closed forms, for the strategies that were about to be compiled.
       usable: the bytes that a program may take on one device.
       splits: how many ranks may share experts and positions.
       lines: the compiled strategies, in the order of compiling.
       refused: invalid strategies, each with its error.
+      excluded: strategies that exact closed forms exclude, each with the reason.
       pruned: strategies that were not compiled, each with the reason.
       limit: seconds of a step. Strategies whose closed form is above it are not compiled.
       interrupted: whether Ctrl-C ended the search.
@@ -170,6 +173,8 @@ class Planner:
             path = folder(None if cache is True else cache)
             self.cache = PlanCache(path, plan_key(e.model, e.optimizer, e.batch, e.target, e.rules, e.trainable))
         self.estimates: dict[str, Any] = {}
+        self.exact: dict[str, Any] = {}
+        self.excluded: dict[str, str] = {}
         self.usable = int((1 - RESERVE) * (e.target.hardware.memory_bytes or 0))
         self.splits = NO_SPLITS
         self.lines: list[Line] = []
@@ -227,14 +232,14 @@ class Planner:
         """Compile at most `top` strategies, beginning with the candidates of `queue`.
 
         First the best of each family by closed forms, and after each new best one of its neighbours; then neighbours of
-        the best, until none may be faster; then the remaining candidates, by closed forms. All choices are
-        deterministic, so that a cached plan makes the same ones.
+        the best; then the remaining candidates, by closed forms. `reason_to_skip` ends each of them, and checks the
+        exact closed forms before compiling. All choices are deterministic, so that a cached plan makes the same ones.
         """
         task = bar.add_task("compile", total=min(top, len(queue)))
 
         def compile_(strategy: Strategy, estimate: Estimate) -> None:
             bar.compiling(task, self.target.name, strategy, self._best_line())
-            if self._compile(strategy, estimate):
+            if (exact := self._exact_estimate(strategy, estimate, top)) and self._compile(strategy, exact):
                 bar.advance(task)
 
         for members in families(queue, self.target)[: max(1, top // 2)]:
@@ -251,16 +256,18 @@ class Planner:
         for strategy, estimate in queue:
             if not self._is_tried(strategy):
                 self.pruned[str(strategy)] = reason_to_skip(strategy, estimate, self.lines, self.usable, top) or ""
+        self.pruned |= self.excluded
         bar.remove_task(task)
 
     def _store_estimates(self, precision: str) -> None:
         """Store the closed forms in the cache, if there are new ones."""
-        if self.cache and self.cache.get("closed forms", precision) != self.estimates:
-            self.cache.put(self.estimates, "closed forms", precision)
+        if self.cache and self.cache.get("closed forms", precision) != (both := [self.estimates, self.exact]):
+            self.cache.put(both, "closed forms", precision)
 
     def _is_tried(self, strategy: Strategy) -> bool:
-        """Return whether a strategy was compiled or refused."""
-        return str(strategy) in self.refused or any(line.strategy == strategy for line in self.lines)
+        """Return whether a strategy was compiled, refused or excluded."""
+        name = str(strategy)
+        return name in self.refused or name in self.excluded or any(line.strategy == strategy for line in self.lines)
 
     def _is_worth_compiling(self, strategy: Strategy, estimate: Estimate, top: int) -> bool:
         """Return whether a strategy was not tried, and nothing that was compiled speaks against it."""
@@ -282,9 +289,9 @@ class Planner:
             return None
         if len(self.lines) >= top - top // 4:
             return None
-        # Programs of one family exceed their closed forms by similar ratios.
-        overrun = min((memory_overrun(line) for line in family_lines), default=1.0)
-        likely = [pair for pair in members if overrun * pair[1].bytes <= self.usable]
+        # Similar programs exceed their closed forms by similar ratios.
+        overrun = lambda strategy: least_overrun(strategy, self.lines, family_lines)
+        likely = [pair for pair in members if overrun(pair[0]) * pair[1].bytes <= self.usable]
         return self._first_worth_compiling(likely, top)
 
     def _best_line(self) -> Line | None:
@@ -317,19 +324,11 @@ class Planner:
                 getattr(estimate, name) > getattr(best_estimate, name) for name in ("seconds", "sent", "bytes")
             )
             # Communication that overlaps with compute takes no seconds by closed forms: of equal seconds, send less.
-            seconds = worse, estimate.seconds, recomputation, estimate.sent
-            order = not likely_fits, not self._is_relief(strategy, best), same_logits, *seconds, str(strategy)
+            likely, _ = likely_seconds(strategy, estimate, [line for line in self.lines if line.fits] or [best])
+            seconds = worse, likely, recomputation, estimate.sent
+            order = not likely_fits, not is_relief(strategy, best, self.usable), same_logits, *seconds, str(strategy)
             options.append((order, strategy, estimate))
         return min(options, key=lambda option: option[0])[1:] if options else None
-
-    def _is_relief(self, strategy: Strategy, best: Line) -> bool:
-        """Return whether a strategy is the best one with twice the microbatches, and that one is near the memory limit.
-
-        There XLA recomputes kernels and overlaps less, which no closed form knows.
-        """
-        is_tight = best.memory["total"] > _TIGHT * self.usable
-        has_more = strategy.microbatches > best.strategy.microbatches
-        return is_tight and has_more and alike_but("microbatches", strategy, best.strategy)
 
     @staticmethod
     def _recomputation_rank(strategy: Strategy) -> int:
@@ -338,18 +337,18 @@ class Planner:
 
     # -- closed forms --------------------------------------------------------------------------------------------------
 
-    def _estimate(self, strategy: Strategy) -> Estimate | None:
+    def _estimate(self, strategy: Strategy, exact: bool = False) -> Estimate | None:
         """Return the closed forms of a strategy; None if it is invalid or cannot fit, which is recorded."""
-        name = str(strategy)
-        if name not in self.estimates:
+        name, estimates = str(strategy), self.exact if exact else self.estimates
+        if name not in estimates:
             try:
-                self.estimates[name] = vars(self.estimator.estimate(strategy))
+                estimates[name] = vars(self.estimator.estimate(strategy, exact))
             except ValueError as error:
-                self.estimates[name] = str(error)
-        if isinstance(self.estimates[name], str):
-            self.refused[name] = self.estimates[name]
+                estimates[name] = str(error)
+        if isinstance(estimates[name], str):
+            self.refused[name] = estimates[name]
             return None
-        estimate = Estimate(**self.estimates[name])
+        estimate = Estimate(**estimates[name])
         if estimate.bytes > self.usable:
             self.pruned[name] = (
                 f"does not fit: at least {size(estimate.params + estimate.optimizer)} of state and "
@@ -358,6 +357,16 @@ class Planner:
             return None
         return estimate
 
+    def _exact_estimate(self, strategy: Strategy, estimate: Estimate, top: int) -> Estimate | None:
+        """Return the exact closed forms of a strategy; None if they speak against it, which is recorded."""
+        exact, name = self._estimate(strategy, exact=True), str(strategy)
+        if exact is None:
+            self.excluded |= {name: self.pruned[name]} if name in self.pruned else {}
+        # The closed forms may have been exact already; then they do not speak against the strategy.
+        elif exact != estimate and (why := reason_to_skip(strategy, exact, self.lines, self.usable, top)):
+            self.excluded[name], exact = why, None
+        return exact
+
     def least_state(self, precision: str) -> int:
         """Return the bytes of parameters and optimizer on one device if ZeRO-3 shards them over all devices."""
         estimate = self.estimator.estimate(Strategy(fsdp=len(self.target.devices), precision=precision))
@@ -365,9 +374,9 @@ class Planner:
 
     def candidates(self, precision: str, bar: PlanProgress) -> list[Pair]:
         """Return the candidates that may fit, fastest by closed forms first; of equal ones, the simplest first."""
-        self.estimates = (self.cache and self.cache.get("closed forms", precision)) or {}
+        self.estimates, self.exact = (self.cache and self.cache.get("closed forms", precision)) or ({}, {})
         cached_splits = self.cache and self.cache.get("splits")
-        (experts, context), why = cached_splits or self._find_splits()
+        (experts, context), why = cached_splits or self._find_splits(precision)
         self.splits, rows = Splits(experts, context), rows_of(self.batch)
 
         # 1. Whole rows. Positions are split only if there are fewer rows than devices, until each device has some; or
@@ -388,7 +397,11 @@ class Planner:
                 strategies = (s for s in strategies if not any(map(s.kept_on_device, offload.split("+"))))
                 pairs = self._estimate_all((dataclasses.replace(s, offload=offload) for s in strategies), bar)
         self._store_estimates(precision)
-        return sorted(pairs, key=lambda pair: (pair[1].seconds, pair[0].microbatches, pair[1].bytes))
+        # No closed form counts what remat="dots" recomputes.
+        recomputation = self._recomputation_rank
+        return sorted(
+            pairs, key=lambda pair: (pair[1].seconds, pair[0].microbatches, recomputation(pair[0]), pair[1].bytes)
+        )
 
     def _estimate_all(self, strategies: Iterable[Strategy], bar: PlanProgress) -> list[Pair]:
         """Return the strategies that are valid and may fit, with their closed forms."""
@@ -401,9 +414,9 @@ class Planner:
             bar.advance(task)
         return pairs
 
-    def _find_splits(self) -> tuple[tuple[int, int], str]:
+    def _find_splits(self, precision: str) -> tuple[tuple[int, int], str]:
         """Return how many ranks may share experts and positions, and why positions cannot be split; cache both."""
-        splits, why = self.estimator.splits()
+        splits, why = self.estimator.splits(precision)
         numbers = (splits.expert, splits.context), why
         if self.cache:
             self.cache.put(numbers, "splits")
@@ -442,53 +455,3 @@ class Planner:
         compiled = step.compile(self.batch)
         seconds = time.perf_counter() - start
         return line_fields(step, self.batch, compiled, self.target, self.flops) | {"compile_seconds": seconds}
-
-
-# Fields on which the ratio of a program's memory to its closed form depends.
-_OVERRUN_FIELDS = ("pipe", "expert", "context", "tensor", "remat", "offload")
-
-
-def memory_overrun(line: Line) -> float:
-    """Return the memory of a line's program / the bytes of its closed form, which the line must have."""
-    assert line.estimate is not None
-    return line.memory["total"] / line.estimate.bytes
-
-
-def reason_to_skip(strategy: Strategy, estimate: Estimate, lines: Sequence[Line], usable: int, top: int) -> str | None:
-    """Return why a strategy need not be compiled, given the lines so far; None if it is worth compiling.
-
-    `strategy` has no line yet, and `estimate` for its closed forms. A program may take `usable` bytes. At most `top`
-    strategies are compiled, twice as many until one fits.
-    """
-    # 1. Its lower bound on time is above a compiled program's time.
-    fitting = [line for line in lines if line.fits]
-    if fitting and (best := min(line.seconds for line in fitting)) < estimate.seconds:
-        return (
-            f"at least {1e3 * estimate.seconds:,.0f} ms by closed forms, and a compiled one takes {1e3 * best:,.0f} ms"
-        )
-
-    # 2. A line has the same program, or saves fewer activations and does not fit.
-    for line in lines:
-        if line.estimate == estimate and alike_but("attention", line.strategy, strategy):
-            return f"the same as {line.strategy} by closed forms: both compute attention in the same way"
-        if not line.fits and keeps_more(strategy, line.strategy):
-            return f"does not fit: {line.strategy}, which saves fewer activations, needs {size(line.memory['total'])}"
-
-    # 3. Similar programs exceed their closed forms so far that this one will not fit. Take the one nearest to its
-    #    closed form: ZeRO-1 with microbatches is far above its own, and says nothing about others.
-    similar = [
-        line
-        for line in lines
-        if line.estimate and all(getattr(line.strategy, name) == getattr(strategy, name) for name in _OVERRUN_FIELDS)
-    ]
-    if not all(line.fits for line in similar):
-        nearest = min(similar, key=memory_overrun)
-        # 10% of tolerance, since the ratio is only similar.
-        if (likely := estimate.bytes * memory_overrun(nearest)) > 1.1 * usable:
-            needs = size(nearest.memory["total"])
-            return f"does not fit: {size(likely)} likely, as {nearest.strategy} needs {needs}"
-
-    # 4. Enough strategies were compiled.
-    if len(lines) >= top and (fitting or len(lines) >= 2 * top):
-        return f"at least {1e3 * estimate.seconds:,.0f} ms by closed forms: not among the {top} that were compiled"
-    return None
