@@ -200,7 +200,10 @@ class Estimator:
         return Splits(experts, context), ""
 
     def estimate(self, strategy: Strategy, exact: bool = True) -> Estimate:
-        """Return the closed forms of a strategy; not exact, from `_shared_loss_cost`. Of its sizes, `fsdp` may be -1."""
+        """Return the closed forms of a strategy, of whose sizes only `fsdp` may be -1.
+
+        If they need not be exact, they use `_shared_loss_cost`.
+        """
         if "auto" in (strategy.remat, strategy.concurrent):
             return self._estimate_of_choices(strategy, exact)
 
