@@ -70,8 +70,9 @@ def is_relief(strategy: Strategy, best: Line, usable: int) -> bool:
 def _may_surprise(strategy: Strategy, best: Line, lines: Sequence[Line], usable: int) -> bool:
     """Return whether a strategy differs from the best one in something that no closed form counts.
 
-    Logits in chunks are computed twice, and remat="dots" recomputes; casts of gradients and whole gradients of
-    ZeRO-1 take kernels; kinds of attention overlap differently. Each choice is tried once for programs on the same axes.
+    Logits in chunks are computed twice, and remat="dots" recomputes; casts of gradients take kernels, and so do whole
+    gradients of ZeRO-1; kinds of attention overlap differently. Each choice is tried once for programs on the same
+    axes.
     """
     around = [line.strategy for line in lines if _axes(line.strategy) == _axes(strategy)]
     is_new = lambda name: all(getattr(strategy, name) != getattr(other, name) for other in around)
