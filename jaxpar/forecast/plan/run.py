@@ -225,7 +225,7 @@ class RunPlan:
         if answer:
             yield from allocation_remark(answer.memory, answer.usable / (1 - RESERVE))
             yield fill(
-                f"At most {answer.compiled} programs are compiled for a count. To search further and to see their "
+                f"{answer.compiled} programs were compiled for this count. To search further and to see their "
                 f"memory, rank the strategies of one count: --target {answer.devices}x{self.kind}, with --batch and "
                 "--seq as above and without --days.",
                 2,
