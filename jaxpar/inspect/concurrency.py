@@ -67,6 +67,9 @@ def settle(step: AnyStep, batch: Any) -> AnyStep:
     if _passes_variables(traced):
         step.beside = "concurrent=1: the loss passes variables from one microbatch to the next."
         return step
+    if not traced.program.stacks:
+        step.beside = "concurrent=1: the loss has no stack of layers, in which microbatches could take turns."
+        return step
     # 1. The choices by their exposed seconds.
     seconds = _Seconds.of(step, traced, hardware)
     choices = [1]

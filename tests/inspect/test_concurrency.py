@@ -34,7 +34,12 @@ def init(key: jax.Array) -> dict[str, jax.Array]:
     return {name: 0.01 * jax.random.normal(key, shape) for name, shape in SHAPES.items()}
 
 
-def step_of(strategy: str, devices: Any = None) -> Any:
+def loss_of_one_layer(params: Any, batch: Any, key: Any) -> jax.Array:
+    x = batch["x"].astype(params["up"].dtype)
+    return jnp.mean((x + jnp.tanh(x @ params["up"][0]) @ params["down"][0]) ** 2)
+
+
+def step_of(strategy: str, devices: Any = None, loss: Any = loss) -> Any:
     rules = {"up": -1, "down": -2} if "tensor" in strategy else None
     return jp.make_train_step(jp.Model(init=init, loss=loss), optax.sgd(0.1), strategy, mesh=devices, rules=rules)
 
@@ -133,6 +138,10 @@ def test_as_many_as_hide_the_collectives() -> None:
 def test_no_more_than_pay_or_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     choose = lambda strategy: step_of(strategy, target("8xH100").devices).settled(ROWS)
     assert choose(STRATEGY.replace("microbatches=4", "microbatches=2")).strategy.concurrent == 2
+    # Microbatches take turns in layers alone.
+    flat = step_of(STRATEGY, target("8xH100").devices, loss_of_one_layer).settled(ROWS)
+    assert flat.strategy.concurrent == 1
+    assert "no stack of layers" in flat.beside
     # Fast links: nothing to hide.
     step, _, hardware = _alone()
     fast = dataclasses.replace(hardware, link_bandwidth=1e14, link_latency=0.0, collective_latency=0.0)
