@@ -19,6 +19,7 @@ runs this program. All processes choose the same, since shapes and the kind of t
 """
 
 import functools
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -65,10 +66,12 @@ def settle(step: AnyStep, batch: Any) -> AnyStep:
     usable = int((1 - RESERVE) * _JAX_SHARE * (hardware.memory_bytes or 0))
     traced = step.traced(batch)
     if _passes_variables(traced):
-        step.beside = "concurrent=1: the loss passes variables from one microbatch to the next."
+        step.concurrency_remark = "concurrent=1: the loss passes variables from one microbatch to the next."
         return step
     if not traced.program.stacks:
-        step.beside = "concurrent=1: the loss has no stack of layers, in which microbatches could take turns."
+        step.concurrency_remark = (
+            "concurrent=1: the loss has no stack of layers, in which microbatches could take turns."
+        )
         return step
     # 1. The choices by their exposed seconds.
     seconds = _Seconds.of(step, traced, hardware)
@@ -83,17 +86,28 @@ def settle(step: AnyStep, batch: Any) -> AnyStep:
     for c in reversed(choices[1:]):
         needed, trial = state + c * saved, step.choosing(concurrent=c)
         if _NEAR * usable < needed <= usable:
-            needed = program_memory(trial.compile(batch))["total"]
+            needed = _compiled_bytes(trial, batch)
         if needed <= usable:
             chosen = trial
             break
-        too_large += f"; {c} at a time need {size(needed)} of {size(usable)}"
+        room = f"need {size(needed)} of {size(usable)}" if needed < math.inf else "find no room"
+        too_large += f"; {c} at a time {room}"
     waits = ", ".join(f"{1e3 * seconds.exposed(c):.3g} ms ({seconds.share(c):.1%}) with {c}" for c in choices)
-    chosen.beside = (
+    chosen.concurrency_remark = (
         f"concurrent={chosen.strategy.concurrent}: by closed forms, a step has {1e3 * seconds.kernels:.3g} ms of "
         f"kernels and waits {waits} at a time; each microbatch saves {size(saved)} for its backward{too_large}."
     )
     return chosen
+
+
+def _compiled_bytes(step: Step, batch: Any) -> float:
+    """Return the bytes of a step's compiled program on one device; infinity if XLA finds no room for it."""
+    try:
+        return program_memory(step.compile(batch))["total"]
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return math.inf
 
 
 def _hardware(step: Step) -> Hardware | None:

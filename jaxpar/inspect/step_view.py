@@ -37,7 +37,7 @@ class StepView(Protocol):
       rule: tells what each rank stores and sends for a leaf.
       update: which ranks own whole matrices (`owners`), and whether the optimizer sees layers stacked (`as_stacked`).
       chosen: what remat="auto" chose for each value.
-      beside: what concurrent="auto" chose, and why; "" if it had no choice.
+      concurrency_remark: what concurrent="auto" chose, and why; "" if it had no choice.
     """
 
     strategy: Strategy
@@ -52,7 +52,7 @@ class StepView(Protocol):
     rule: Rule
     update: Update
     chosen: tuple[Any, ...]
-    beside: str
+    concurrency_remark: str
 
     def settled(self, batch: Any) -> Self:
         """The step with the choices that depend on a batch's shapes; its strategy is the one that runs."""

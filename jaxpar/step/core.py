@@ -146,7 +146,7 @@ class Step(FirstState, Intake):
         return owners.stored(places), owners, warn_matrices
 
     chosen: tuple[Any, ...] = ()  # what remat="auto" chose for each value (`inspect/remat.py`)
-    beside = ""  # what concurrent="auto" chose, and why (`inspect/concurrency.py`)
+    concurrency_remark = ""  # what concurrent="auto" chose, and why (`inspect/concurrency.py`)
     settle: Callable[[Any], Any] | None = None  # shapes of a batch -> this step with the choices that depend on them
 
     def settled(self, batch: Any) -> Self:

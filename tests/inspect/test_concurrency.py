@@ -94,7 +94,7 @@ def test_programs_for_cpus_stay_the_same(strategy: str) -> None:
     assert lines(automatic) == lines(alone)
     assert automatic.strategy.concurrent == "auto"
     settled = automatic.settled(rows)
-    assert (settled.strategy.concurrent, settled.beside, settled.settled(rows)) == (1, "", settled)
+    assert (settled.strategy.concurrent, settled.concurrency_remark, settled.settled(rows)) == (1, "", settled)
     assert check(automatic, rows).ok
     assert automatic.explain(rows).strategy == str(alone.strategy)
 
@@ -141,14 +141,14 @@ def test_no_more_than_pay_or_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     # Microbatches take turns in layers alone.
     flat = step_of(STRATEGY, target("8xH100").devices, loss_of_one_layer).settled(ROWS)
     assert flat.strategy.concurrent == 1
-    assert "no stack of layers" in flat.beside
+    assert "no stack of layers" in flat.concurrency_remark
     # Fast links: nothing to hide.
     step, _, hardware = _alone()
     fast = dataclasses.replace(hardware, link_bandwidth=1e14, link_latency=0.0, collective_latency=0.0)
     monkeypatch.setattr(concurrency, "_hardware", lambda step: fast)
     step = choose(STRATEGY)
     assert step.strategy.concurrent == 1
-    assert "with 1 at a time" in step.beside
+    assert "with 1 at a time" in step.concurrency_remark
     # A device that four microbatches do not fit, and two by the compiled program.
     two = prediction(f"{STRATEGY},concurrent=2").memory
     assert two is not None
@@ -156,7 +156,17 @@ def test_no_more_than_pay_or_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(concurrency, "_hardware", lambda step: small)
     step = choose(STRATEGY)
     assert step.strategy.concurrent == 2
-    assert "; 4 at a time need " in step.beside
+    assert "; 4 at a time need " in step.concurrency_remark
+
+    def no_room(compiled: Any) -> Any:
+        raise jax.errors.JaxRuntimeError(
+            "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 90000000000 bytes."
+        )
+
+    monkeypatch.setattr(concurrency, "program_memory", no_room)
+    step = choose(STRATEGY)
+    assert step.strategy.concurrent == 1
+    assert "; 2 at a time find no room" in step.concurrency_remark
 
 
 def _alone() -> tuple[Any, Any, Any]:

@@ -14,8 +14,8 @@ from .line import Line
 from .neighbours import alike_but, keeps_more
 
 _TIGHT = 0.85  # share of the usable memory above which a program is near the limit
-_GAIN = 0.005  # a strategy is compiled if it is likely to be faster than the best program by this share,
-_PATIENCE = 2  # until so many programs in a row were not faster
+_GAIN = 0.005  # share by which a strategy must be likely to be faster than the best program, to be compiled
+_PATIENCE = 2  # programs in a row that are not faster end the search
 # Fields on which the ratio of a program's memory to its closed form depends.
 _OVERRUN_FIELDS = ("pipe", "expert", "context", "tensor", "remat", "offload")
 

@@ -216,8 +216,8 @@ def _step_remarks(
     # 1. What the strategy does with the model.
     notes = traced.notes
     yield from _pipeline_remarks(step, traced.program)
-    if step.beside:
-        yield step.beside
+    if step.concurrency_remark:
+        yield step.concurrency_remark
     yield from _attention_remarks(step, notes)
     yield from _logits_remarks(step, notes)
     yield from _fp8_remarks(step, notes.fp8)
