@@ -298,7 +298,7 @@ class Step(FirstState, Intake):
           batch do not fit.
         """
         batch, state = self.shapes(batch), self.abstract_state()
-        step = self if self.settle is None else self.settle(batch)
+        step = self.settled(batch)
         block = one_block(batch, self.replicas * self.strategy.microbatches)
         return step.tracing(state.variables, block, state.key)
 
@@ -338,6 +338,13 @@ class Step(FirstState, Intake):
             order.leave(result[0].step if name == "train" else jax.tree.leaves(result)[0])
         return result
 
+    @functools.cached_property
+    def _evaluator(self) -> Self:
+        """This step for evaluation: it saves nothing for a backward, so nothing has to be chosen for a batch."""
+        step = self.choosing(concurrent=1)
+        step.settle = None
+        return step
+
     def _function(self, name: str, batch: Any, inside: bool = False) -> Any:
         """Return the jitted function of this name for batches of one shape.
 
@@ -346,6 +353,8 @@ class Step(FirstState, Intake):
           batch: a placed batch, or its shapes.
           inside: whether a caller's `jit` traces the step; then nothing is donated.
         """
+        if self.settle is not None and name == "evaluate":
+            return self._evaluator._function(name, batch, inside)
         if self.settle is not None:
             shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), batch)
             # "measured" has the order of rows with the batch, and the choices are those for the batch.

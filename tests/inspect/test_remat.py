@@ -164,6 +164,16 @@ def test_rows_are_checked_with_the_choices_for_their_batch() -> None:
     assert step.check_rows(step.init(jax.random.key(0)), BATCH).ok
 
 
+def test_an_evaluation_chooses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It saves nothing for a backward. On a batch of another shape than the step's, it compiled training programs."""
+    step = jp.make_train_step(MODEL, SGD, "fsdp=2,remat=auto,budget=1GB", jax.devices()[:2])
+    state = step.init(jax.random.key(0))
+    monkeypatch.setattr(step, "settle", lambda batch: pytest.fail("it asked for choices"))
+    loss = step.evaluate(state, BATCH)["loss"]
+    expected = Reference(MODEL, jp.Strategy(single=True), 8).value_and_grad(jax.random.key(0), BATCH)[0]
+    assert loss == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.slow
 def test_the_host_has_room_for_what_is_sent_there() -> None:
     """With 70B parameters on 256 devices, 8 devices sent 403 GB each to a host of 2 TB."""
