@@ -62,8 +62,8 @@ def terms(setting: Setting, config: gpt.Config, length: int) -> list[Term]:
     # A norm's result is computed again, unless each tensor rank reads all of it.
     norm_result = 2 if setting.tensor > 1 and not setting.sequence else 0
     return [
-        # And four numbers for every position, in float32.
-        Term("inputs of 2 norms", 4, 2 * (2 + 16 / config.dim), "sequence"),
+        # And three numbers for every position, in float32.
+        Term("inputs of 2 norms", 4, 2 * (2 + 12 / config.dim), "sequence"),
         Term("input of query, key, value", 2, norm_result, "sequence"),
         Term("query, key, value", 6, 6, "always"),
         # The paper's: softmax, mask and result of its dropout. JAX's: exp and a sum, and a rank of its heads

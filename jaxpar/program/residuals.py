@@ -203,6 +203,8 @@ def row_scales(eqns: Sequence[Any]) -> set[Any]:
         return all(_scales(eqn, var) for eqn in readers.get(var, ()))
 
     def _scales(eqn: Any, var: Any) -> bool:
+        if len(eqn.outvars) != 1:  # a callback has no result
+            return False
         result = eqn.outvars[0]
         if result.aval.size == var.aval.size:  # a function of it, for each row
             return cheap(eqn) and only_scales(result)

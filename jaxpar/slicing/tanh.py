@@ -57,13 +57,10 @@ def by_exponentials(eqns: Sequence[Any], outvars: Collection[Any]) -> list[Any]:
         return eqn.primitive.name in _ADDS and any(map(is_one, eqn.invars))
 
     def is_replaced(eqn: Any) -> bool:
+        if eqn.primitive.name != "tanh" or eqn.outvars[0].aval.dtype.itemsize != 2:
+            return False
         result = eqn.outvars[0]
-        is_narrow = eqn.primitive.name == "tanh" and result.aval.dtype.itemsize == 2
-        return (
-            is_narrow
-            and result not in outvars
-            and all(keeps_small_errors(reader, result) for reader in readers.get(result, ()))
-        )
+        return result not in outvars and all(keeps_small_errors(reader, result) for reader in readers.get(result, ()))
 
     return [new for eqn in eqns for new in (_by_exponential(eqn) if is_replaced(eqn) else (eqn,))]
 

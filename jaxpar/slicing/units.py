@@ -116,7 +116,7 @@ class Unit:
         required = allowed(flat.eqns, residuals, available, self.policy) if self.policy else residuals
         scales = row_scales(flat.eqns)
         is_gather = lambda eqn: self.gathers_again and eqn.primitive.name == "tensor_all_gather"
-        may_rerun = lambda eqn: cheap(eqn) or is_gather(eqn) or eqn.outvars[0] in scales
+        may_rerun = lambda eqn: cheap(eqn) or is_gather(eqn) or not scales.isdisjoint(eqn.outvars)
         to_save, _ = residuals_to_save(flat.eqns, required, available, weight_vars, may_rerun)
         choices = Residuals(flat.eqns, flat.invars, residuals, available, weight_vars, to_save)
         saved, is_on_host, recomputed = choices.kept(self.choice)

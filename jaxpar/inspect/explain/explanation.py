@@ -296,7 +296,7 @@ def ledger_table(ledger: Ledger, across: frozenset[tuple[str, ...]] | None) -> s
     hidden = sum(collective.sent for collective in ledger if collective.overlapped)
     legend = (
         f"exposed: {size(total - hidden)} of {size(total)}, sent while nothing is computed\n"
-        "sent: bytes on the wire: (n-1)/n of the buffer in a group of n, twice that for an all-reduce"
+        "sent: bytes on the wire; (n-1)/n of a buffer in a group of n, all-reduce twice"
     )
     return f"{table(rows, '<<<>>>>>')}\n{legend}"
 
