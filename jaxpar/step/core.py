@@ -150,10 +150,7 @@ class Step(FirstState, Intake):
     settle: Callable[[Any], Any] | None = None  # shapes of a batch -> this step with the choices that depend on them
 
     def settled(self, batch: Any) -> Self:
-        """Return this step with the choices of remat="auto" and concurrent="auto" for batches of these shapes.
-
-        The strategy of the returned step has no choice left: every report on a batch reads it, and not the user's.
-        """
+        """Return this step with all choices made for batches of these shapes; reports on a batch read its strategy."""
         return self if self.settle is None else self.settle(self.shapes(batch))
 
     def choosing(self, choices: tuple[str, ...] = (), chosen: tuple[Any, ...] = (), **fields: Any) -> Self:
@@ -286,8 +283,7 @@ class Step(FirstState, Intake):
     def traced(self, batch: Any) -> Traced:
         """Return the loss of one microbatch as the program that each device runs.
 
-        Nothing is compiled, unless the strategy has still to choose (`settled`). A loss is traced once for each shape
-        of a batch.
+        Nothing is compiled, unless there is something to choose (`settled`). Each shape of a batch is traced once.
 
         Args:
           batch: a pytree of arrays or `jax.ShapeDtypeStruct` [rows, ...].
@@ -353,12 +349,11 @@ class Step(FirstState, Intake):
           batch: a placed batch, or its shapes.
           inside: whether a caller's `jit` traces the step; then nothing is donated.
         """
-        if self.settle is not None and name == "evaluate":
-            return self._evaluator._function(name, batch, inside)
         if self.settle is not None:
             shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), batch)
             # "measured" has the order of rows with the batch, and the choices are those for the batch.
-            return self.settle(shapes[0] if name == "measured" else shapes)._function(name, batch, inside)
+            step = self._evaluator if name == "evaluate" else self.settle(shapes[0] if name == "measured" else shapes)
+            return step._function(name, batch, inside)
         leaves, tree = jax.tree.flatten(batch)
         cache_key = (name, inside, tree, *(np.shape(x) for x in leaves))
         if cache_key not in self._jitted:
