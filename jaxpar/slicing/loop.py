@@ -23,7 +23,7 @@ alongside the largest product.
 import collections
 import dataclasses
 import itertools
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,8 @@ from ..program.buffers import HOST, scan
 from ..program.collectives import KINDS, PRIMITIVES, axes_of
 from ..program.primitives import PRODUCTS
 
-_EXCHANGES = KINDS["all-to-all"]
+# Exchanges of activations: all-to-alls, and these kinds over these axes.
+_EXCHANGE_KINDS, _EXCHANGE_AXES = ("all-gather", "all-reduce", "reduce-scatter"), {"tensor", "context", "expert"}
 _AHEAD_KINDS = ("reduce-scatter", "all-gather", "all-reduce")  # kinds of collectives for other iterations
 
 Body = Callable[[Any, Any, Any], tuple[Any, Any]]  # `body(carry, iteration, x)` returns the carry and a y
@@ -72,7 +73,12 @@ class LayerLoop:
 
     def run(self) -> Any:
         """Run the loop, and return its result."""
-        body = _in_windows(self.body) if self.sends_ahead else _spread(self.body) if self.copies_ahead else self.body
+        if self.sends_ahead:
+            body = _in_windows(self.body)
+        elif self.copies_ahead:
+            body = _spread(self.body)
+        else:
+            body = _filled(self.body)
         return self.result(*_scan(body, self.init, self.xs, self.length, self.reverse))
 
     def beside(self, other: "LayerLoop") -> tuple[Any, Any]:
@@ -86,8 +92,8 @@ class LayerLoop:
             other_iteration = other.length - 1 - iteration if is_opposite else iteration
             other_x = row(other.xs, other_iteration)
             (self_carry, y), (other_carry, other_y) = _alternate(
-                _Iteration(self.body, carry[0], iteration, x),
-                _Iteration(other.body, carry[1], other_iteration, other_x),
+                _Iteration(self.body, carry[0], iteration, x, remats=_opened),
+                _Iteration(other.body, carry[1], other_iteration, other_x, remats=_opened),
             )
             return (self_carry, other_carry), (y, other_y)
 
@@ -123,10 +129,11 @@ class _Iteration:
         self._outvars, self._tree = flat.outvars, jax.tree.structure(results)
         self._todo = jx.live(flat.eqns, flat.outvars)
         self.env = jx.Environment.of(flat, jax.tree.leaves((carry, iteration, x)))
+        self._invars = {*flat.invars, *self.env}
         # Values from the iteration before have arrived already.
         self.arrived = list(flat.invars[: len(jax.tree.leaves(carry))])
         self._ready_exchanges: list[Any] = []
-        self._is_exchange: Callable[[Any], bool] = lambda eqn: eqn.primitive.name in _EXCHANGES
+        self._is_exchange: Callable[[Any], bool] = _exchanges_activations
 
     # ------------------------------------------------------------------------------------------------------------------
     # Collectives for other iterations.
@@ -236,12 +243,17 @@ class _Iteration:
         """The operands of the exchanges that can start."""
         return [v for eqn in self._ready_exchanges for v in eqn.invars if not jx.is_literal(v)]
 
-    def compute(self) -> None:
-        """Run the equations that need no exchange except those that have arrived."""
+    def compute(self, only: Collection[int] | None = None) -> None:
+        """Run the equations that need no exchange except those that have arrived.
+
+        Args:
+          only: the equations, by id, that may run; by default all.
+        """
         blocked = []
         # In program order, so that one pass finds all that can run.
         for eqn in self._todo:
-            if not all(jx.is_literal(v) or v in self.env for v in eqn.invars):
+            is_known = all(jx.is_literal(v) or v in self.env for v in eqn.invars)
+            if not is_known or (only is not None and id(eqn) not in only):
                 blocked.append(eqn)
             elif self._is_exchange(eqn):
                 self._ready_exchanges.append(eqn)
@@ -262,6 +274,81 @@ class _Iteration:
             self.env.compute(eqn)
         self.arrived = [v for eqn in self._ready_exchanges for v in eqn.outvars]
         self._ready_exchanges = []
+
+    def send_beside(self, other: "_Iteration", eqns: Sequence[Any]) -> None:
+        """Run the exchanges that can start and those behind them without a product in between, beside other equations.
+
+        A norm between a reduce-scatter and a gather, for example, takes no time in which they could travel. So each
+        exchange of such a chain has a share of the other equations' products beside it.
+
+        Args:
+          other: the iteration of `eqns`; it may be this one.
+          eqns: the equations that run meanwhile.
+        """
+        for is_last, part in _shares(eqns, self._chain_length()):
+            self.send()
+            results = other.run(part)
+            if not is_last or self is other:
+                hold(self.env, self.arrived, other.env, results)
+            if not is_last:
+                self.compute({id(eqn) for eqn in self._next_in_chain()})
+
+    def _chain_length(self) -> int:
+        """Return how many times exchanges start without a product in between."""
+        arrived = {v for eqn in self._ready_exchanges for v in eqn.outvars}
+        length = 1
+        while eqns := self._next_in_chain(arrived):
+            arrived.update(v for eqn in eqns for v in eqn.outvars)
+            length += 1
+        return length
+
+    def _next_in_chain(self, arrived: Collection[Any] = ()) -> list[Any]:
+        """Return the next exchanges that need no other product, and the equations that these need.
+
+        Args:
+          arrived: variables that count as computed.
+        """
+        known = {*self.env, *arrived}
+        start, exchanges, plain = set(known), list[Any](), list[Any]()
+        for eqn in self._todo:
+            if all(jx.is_literal(v) or v in known for v in eqn.invars) and not start.issuperset(eqn.outvars):
+                if self._is_exchange(eqn):
+                    exchanges.append(eqn)
+                elif not jx.communicates([eqn], PRODUCTS):
+                    plain.append(eqn)
+                    known.update(eqn.outvars)
+        operands = [v for eqn in exchanges for v in eqn.invars]
+        return [*jx.needed(plain, operands, start), *exchanges]
+
+    def ready(self) -> list[Any]:
+        """Return the equations that need no exchange except those that have arrived."""
+        known, eqns = set(self.env), list[Any]()
+        for eqn in self._todo:
+            if not self._is_exchange(eqn) and all(jx.is_literal(v) or v in known for v in eqn.invars):
+                eqns.append(eqn)
+                known.update(eqn.outvars)
+        return eqns
+
+    @property
+    def start(self) -> tuple[int, int]:
+        """The multiply-adds that wait for no exchange, and the bytes of the first exchanges."""
+        ready = self.ready()
+        known = {*self.env, *(v for eqn in ready for v in eqn.outvars)}
+        first = [eqn for eqn in self._todo if self._is_exchange(eqn) and known.issuperset(_inputs(eqn))]
+        return _flops(ready), sum(jx.nbytes(v) for eqn in first for v in eqn.outvars)
+
+    @property
+    def before_exchanges(self) -> set[int]:
+        """The equations, by id, that an exchange needs, and the exchanges."""
+        exchanges = [eqn for eqn in self._todo if self._is_exchange(eqn)]
+        operands = [v for eqn in exchanges for v in eqn.invars]
+        return {id(eqn) for eqn in (*exchanges, *jx.needed(self._todo, operands, self.env))}
+
+    def fillers(self) -> list[Any]:
+        """Return the equations that can run and that no exchange needs, if there is a product among them."""
+        needed = self.before_exchanges
+        fillers = [eqn for eqn in self.ready() if id(eqn) not in needed]
+        return fillers if jx.communicates(fillers, PRODUCTS) else []
 
     def compute_beside_copies(self) -> None:
         """Run everything, with the copies from the host for other iterations spread over the products."""
@@ -303,9 +390,44 @@ class _Iteration:
         for copy_eqn in (eqn for eqns, _ in chains for eqn in eqns):
             self.env.compute(copy_eqn)
 
+    def run(self, eqns: Sequence[Any]) -> list[Any]:
+        """Run equations, and return what comes of their products: results that none of them reads."""
+        ids, read = {id(eqn) for eqn in eqns}, {v for eqn in eqns for v in _inputs(eqn)}
+        products = [v for eqn in eqns if jx.communicates([eqn], PRODUCTS) for v in eqn.outvars]
+        of_products = jx.depends(eqns, products)
+        self._todo = [eqn for eqn in self._todo if id(eqn) not in ids]
+        for eqn in eqns:
+            self.env.compute(eqn)
+        return [v for eqn in eqns for v in eqn.outvars if v in of_products and v not in read]
+
+    @property
+    def computed(self) -> set[Any]:
+        """The variables that equations of this iteration have computed."""
+        return self.env.keys() - self._invars
+
     def result(self) -> Any:
         """Return the carry and the y of the body."""
         return jax.tree.unflatten(self._tree, self.env.read(self._outvars))
+
+
+def _inputs(eqn: Any) -> list[Any]:
+    """Return the variables that an equation reads."""
+    return [v for v in eqn.invars if not jx.is_literal(v)]
+
+
+def _flops(eqns: Sequence[Any]) -> int:
+    """Return the multiply-adds of equations."""
+    return sum(count for eqn in eqns for count, _ in jx.matmuls([eqn]).values())
+
+
+def _shares(eqns: Sequence[Any], count: int) -> list[tuple[bool, list[Any]]]:
+    """Split equations, in order, into shares of about equal multiply-adds; the first of each pair says which is last."""
+    total, done = _flops(eqns), 0
+    shares: list[list[Any]] = [[] for _ in range(count)]
+    for eqn in eqns:
+        shares[min(count - 1, done * count // max(1, total))].append(eqn)
+        done += _flops([eqn])
+    return [(i == count - 1, share) for i, share in enumerate(shares)]
 
 
 def _flops_by_window(
@@ -329,13 +451,17 @@ def _flops_by_window(
     return flops
 
 
+def _opened(eqn: Any) -> bool:
+    return not eqn.params["prevent_cse"]
+
+
 def _in_windows(body: Body) -> Body:
     """Return the body with its collectives for other iterations in windows between its own collectives."""
 
     def in_windows(carry: Any, iteration: Any, x: Any) -> Any:
         # A remat in a backward's own loop needs no protection from CSE: the forward's values are in another loop. Those
         # calls are opened, so that windows may lie inside.
-        steps = _Iteration(body, carry, iteration, x, remats=lambda eqn: not eqn.params["prevent_cse"])
+        steps = _Iteration(body, carry, iteration, x, remats=_opened)
         for window in steps.windows():
             steps.compute()
             for eqns in window:
@@ -346,6 +472,26 @@ def _in_windows(body: Body) -> Body:
         return steps.result()
 
     return in_windows
+
+
+def _filled(body: Body) -> Body:
+    """Return the body with the products that no exchange needs, gradients of weights, alongside the exchanges."""
+
+    def filled(carry: Any, iteration: Any, x: Any) -> Any:
+        steps = _Iteration(body, carry, iteration, x, remats=_opened)
+        while needed := steps.before_exchanges:
+            steps.compute(needed)
+            steps.send_beside(steps, steps.fillers())
+        steps.compute()
+        return steps.result()
+
+    return filled
+
+
+def _exchanges_activations(eqn: Any) -> bool:
+    """Return whether an equation is an exchange of activations."""
+    kind = PRIMITIVES.get(eqn.primitive.name)
+    return kind == "all-to-all" or (kind in _EXCHANGE_KINDS and not _EXCHANGE_AXES.isdisjoint(axes_of(eqn)))
 
 
 def _spread(body: Body) -> Body:
@@ -365,11 +511,12 @@ def _alternate(first: _Iteration, second: _Iteration) -> tuple[Any, Any]:
     A result that has arrived for one iteration is not used before the other's exchanges can start. So these overlap
     with the computation that uses it.
     """
-    computing, waiting = first, second
+    # The first exchanges overlap only with the other iteration's start.
+    waiting, computing = sorted((second, first), key=lambda iteration: iteration.start)
     waiting.compute()
     while first.is_unfinished or second.is_unfinished:
         hold(computing.env, computing.arrived, waiting.env, waiting.leaving)
-        waiting.send()
+        waiting.send_beside(computing, computing.ready())
         computing.compute()
         computing, waiting = waiting, computing
     return first.result(), second.result()

@@ -310,7 +310,9 @@ class Pipeline(Engine):
             if side_by_side and slot is not None:
                 backward_loop = self._backward_loop(saved, stash, row, cotangents, epilogue_cts, grads)
                 (outputs, residuals), (grads, input_cts, chunk_prologue_cts, _) = forward_loop.beside(backward_loop)
-                stash = slot.put_layers(residuals.values)
+                # The backward has read the stash by then: else XLA would copy it (jax 0.10.2).
+                stash, grads, input_cts = lax.optimization_barrier((stash, grads, input_cts))
+                stash = Stash(stash, row["write"]).put_layers(residuals.values)
             else:
                 # With `seeds`, the loop returns the whole stash with this microbatch's residuals in it.
                 outputs, new_stash, *rest = forward_loop.run()
