@@ -4,9 +4,18 @@ Compilers schedule the body of one loop at a time: a collective overlaps only wi
 not estimate how long an all-to-all or a kernel takes (jax 0.10.2). With two equal layers in one body, it would compute
 both and then wait for both. `LayerLoop.beside` therefore makes the two loops alternate:
 
-    other     C0         C1       C2                   C0 needs no all-to-all, C1 needs the first all-to-alls,
+    other     C0         C1       C2                   C0 needs no exchange, C1 needs the first exchanges,
     first           C0       C1       C2               C2 those that send results of C1
     sends       other  first    other    first         each overlaps with the computation that follows it
+
+An exchange is an all-to-all, or a collective of activations over `tensor`, `context` or `expert`.
+
+A backward alone has compute for its exchanges too: gradients of weights, which no exchange needs. XLA would compute
+most of them at the end. `LayerLoop.run` puts them alongside exchanges:
+
+    inputs    C0              C1              C2       cotangents of activations
+    weights        W0              W1                  gradients of the weights that C0 and C1 used
+    sends          results of C0   results of C1
 
 A loop may also gather and reduce for other iterations (`InFlight`). `LayerLoop.run` puts each of these collectives into
 a *window* between two of the loop's own collectives, where most is multiplied. XLA would start them where its own last
@@ -20,10 +29,8 @@ once, and kernels wait. So the copies for the next layer start one by one, each 
 alongside the largest product.
 """
 
-import collections
 import dataclasses
-import itertools
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,16 +38,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..program import jaxpr as jx
-from ..program.buffers import HOST, scan
-from ..program.collectives import KINDS, PRIMITIVES, axes_of
-from ..program.primitives import PRODUCTS
-
-# Exchanges of activations: all-to-alls, and these kinds over these axes.
-_EXCHANGE_KINDS, _EXCHANGE_AXES = ("all-gather", "all-reduce", "reduce-scatter"), {"tensor", "context", "expert"}
-_AHEAD_KINDS = ("reduce-scatter", "all-gather", "all-reduce")  # kinds of collectives for other iterations
-
-Body = Callable[[Any, Any, Any], tuple[Any, Any]]  # `body(carry, iteration, x)` returns the carry and a y
+from ..program.buffers import scan
+from .iteration import Body, Iteration, hold
 
 
 @dataclass(frozen=True)
@@ -56,6 +55,7 @@ class LayerLoop:
       result: `result(carry, ys)` returns the value that `run` returns.
       sends_ahead: whether the body gathers or reduces for other iterations.
       copies_ahead: whether the body copies weights from the host for other iterations.
+      fills: whether the body has products that its exchanges do not need.
     """
 
     body: Body
@@ -66,6 +66,7 @@ class LayerLoop:
     result: Callable[[Any, Any], Any]
     sends_ahead: bool = False
     copies_ahead: bool = False
+    fills: bool = False
 
     def then(self, fun: Callable[[Any], Any]) -> "LayerLoop":
         """Return this loop with `fun` applied to its result."""
@@ -73,16 +74,12 @@ class LayerLoop:
 
     def run(self) -> Any:
         """Run the loop, and return its result."""
-        if self.sends_ahead:
-            body = _in_windows(self.body)
-        elif self.copies_ahead:
-            body = _spread(self.body)
-        else:
-            body = _filled(self.body)
+        reordered = {"sends_ahead": _in_windows, "copies_ahead": _spread, "fills": _filled}
+        body = next((reorder(self.body) for flag, reorder in reordered.items() if getattr(self, flag)), self.body)
         return self.result(*_scan(body, self.init, self.xs, self.length, self.reverse))
 
     def beside(self, other: "LayerLoop") -> tuple[Any, Any]:
-        """Run two independent loops as one, and return both results. The other's all-to-alls come first."""
+        """Run two independent loops as one, in turns from exchange to exchange, and return both results."""
         assert self.length == other.length
         is_opposite = self.reverse != other.reverse
         # The other's values are read where they are: a reversed copy would be as large as all its layers.
@@ -92,8 +89,8 @@ class LayerLoop:
             other_iteration = other.length - 1 - iteration if is_opposite else iteration
             other_x = row(other.xs, other_iteration)
             (self_carry, y), (other_carry, other_y) = _alternate(
-                _Iteration(self.body, carry[0], iteration, x, remats=_opened),
-                _Iteration(other.body, carry[1], other_iteration, other_x, remats=_opened),
+                Iteration(self.body, carry[0], iteration, x, remats=_is_opened),
+                Iteration(other.body, carry[1], other_iteration, other_x, remats=_is_opened),
             )
             return (self_carry, other_carry), (y, other_y)
 
@@ -113,345 +110,11 @@ def _scan(body: Body, init: Any, xs: Any, length: int, reverse: bool) -> tuple[A
     return scan(lambda carry, x: body(carry, *x), init, (jnp.arange(length), xs), length, reverse)
 
 
-class _Iteration:
-    """One iteration of a loop as equations, run in the order that its caller chooses.
+def _is_opened(eqn: Any) -> bool:
+    """Return whether the equations of a remat may move.
 
-    `compute` runs everything that does not wait for an exchange, and `send` runs the exchanges that can start. An
-    exchange is an all-to-all or, after `windows`, any collective of this iteration.
-
-    Attributes:
-      env: the values of the variables that are computed.
-      arrived: the variables that the last exchanges, or the previous iteration, returned.
+    One in a backward's own loop needs no protection from CSE: the forward's values are in another loop.
     """
-
-    def __init__(self, body: Body, carry: Any, iteration: Any, x: Any, remats: Any = False):
-        flat, results = jx.trace(body, carry, iteration, x, remats=remats)
-        self._outvars, self._tree = flat.outvars, jax.tree.structure(results)
-        self._todo = jx.live(flat.eqns, flat.outvars)
-        self.env = jx.Environment.of(flat, jax.tree.leaves((carry, iteration, x)))
-        self._invars = {*flat.invars, *self.env}
-        # Values from the iteration before have arrived already.
-        self.arrived = list(flat.invars[: len(jax.tree.leaves(carry))])
-        self._ready_exchanges: list[Any] = []
-        self._is_exchange: Callable[[Any], bool] = _exchanges_activations
-
-    # ------------------------------------------------------------------------------------------------------------------
-    # Collectives for other iterations.
-
-    def windows(self) -> list[list[list[Any]]]:
-        """Remove the collectives for other iterations, and return them by the window in which they should run.
-
-        A window lies before, between or after the iteration's own collectives (exchanges), at which `compute` now
-        stops. Collectives of one kind and axes stay together.
-
-        XLA's scheduler has one collective under way at a time (jax 0.10.2); the second of two in one window would wait.
-        So the largest collectives get the window with most products, and a window gets a second one only if no other
-        has products. All-reduces come last, since they sum what was scattered. A body with all three kinds and no
-        exchanges is cut into three windows of equal multiply-adds; left to XLA, all but the last kind would wait.
-        """
-        # 1. Find the windows.
-        level, exchanges, ahead = self._levels()
-        if is_cut := not exchanges and len({kind for _, kind, _ in ahead}) == len(_AHEAD_KINDS):
-            level, exchanges, ahead = self._levels(self._cuts(len(_AHEAD_KINDS)))
-        ahead_ids = {id(eqn) for eqns in ahead.values() for eqn in eqns}
-        self._todo, self.arrived = [eqn for eqn in self._todo if id(eqn) not in ahead_ids], []
-        self._is_exchange = lambda eqn: id(eqn) in exchanges
-        windows: list[list[list[Any]]] = [[] for _ in range(max(level.values(), default=0) + 1)]
-
-        # 2. Place the collectives, largest first, those that come last behind the others.
-        flops = _flops_by_window([e for e in self._todo if not level.keys().isdisjoint(e.outvars)], level, exchanges)
-        size = lambda eqns: sum(jx.nbytes(v) for e in eqns for v in (*e.invars, *e.outvars))
-        # Empty windows with products come first, then windows with more of them, then later ones.
-        preference = lambda i: (flops[i] > 0 and not windows[i], flops[i], i)
-        for (is_last, kind, _), eqns in sorted(ahead.items(), key=lambda item: (item[0][0], -size(item[1]))):
-            first = max((i for i, window in enumerate(windows) if window), default=0) if is_last else 0
-            best = max(range(first, len(windows)), key=preference)
-            windows[min(_AHEAD_KINDS.index(kind), len(windows) - 1) if is_cut else best].append(eqns)
-        return windows
-
-    def _levels(self, cuts: Container[int] = ()) -> tuple[dict[Any, int], dict[int, int], dict[Any, list[Any]]]:
-        """Sort the equations by the exchanges that they wait for.
-
-        Args:
-          cuts: equations, by id, that count as exchanges too.
-
-        Returns:
-          The level of each value of this iteration, which is the number of exchanges that it waits for; the level at
-          which each exchange, by id, starts; and the collectives for other iterations, by whether they come last, kind
-          and axes.
-        """
-        inputs = lambda eqn: [v for v in eqn.invars if not jx.is_literal(v)]
-        needed = self._needed_for_products()
-        level: dict[Any, int] = {}
-        sent_vars: set[Any] = set()  # results of collectives for other iterations, and what follows from them
-        ahead: dict[Any, list[Any]] = {}
-        exchanges: dict[int, int] = {}
-        for eqn in self._todo:
-            eqn_level = max((level.get(v, 0) for v in inputs(eqn)), default=0)
-            kind, follows = PRIMITIVES.get(eqn.primitive.name), not sent_vars.isdisjoint(inputs(eqn))
-            # A collective serves another iteration if it waits for no exchange and no product here needs it.
-            is_unneeded = not eqn_level and kind in _AHEAD_KINDS and needed.isdisjoint(eqn.outvars)
-            # So does a collective of such a collective's result: an all-reduce behind a reduce-scatter.
-            if (follows and kind in _AHEAD_KINDS) or is_unneeded:
-                ahead.setdefault((follows or kind == _AHEAD_KINDS[-1], kind, axes_of(eqn)), []).append(eqn)
-                sent_vars.update(eqn.outvars)
-            elif follows:
-                sent_vars.update(eqn.outvars)
-            else:
-                if id(eqn) in cuts or jx.communicates([eqn], PRIMITIVES):
-                    exchanges[id(eqn)] = eqn_level
-                    eqn_level += 1
-                level.update(dict.fromkeys(eqn.outvars, eqn_level))
-        return level, exchanges, ahead
-
-    def _needed_for_products(self) -> set[Any]:
-        """Return the variables on which a product depends."""
-        needed: set[Any] = set()
-        for eqn in reversed(self._todo):
-            if eqn.primitive.name in PRODUCTS or not needed.isdisjoint(eqn.outvars):
-                needed.update(v for v in eqn.invars if not jx.is_literal(v))
-        return needed
-
-    def _cuts(self, num_windows: int) -> set[int]:
-        """Return, by id, the equations at which windows of about equal multiply-adds begin.
-
-        A window ends with a product on which later products depend; the next one begins where its result is read.
-        """
-        flops = [sum(count for count, _ in jx.matmuls([eqn]).values()) for eqn in self._todo]
-        flops_so_far = list(itertools.accumulate(flops))
-        candidates, cuts = self._needed_for_products(), set[int]()
-        for k in range(1, num_windows):
-            ends = [i for i, eqn in enumerate(self._todo) if flops[i] and not candidates.isdisjoint(eqn.outvars)]
-            if ends:
-                share = k / num_windows
-                best = min(ends, key=lambda i, share=share: abs(flops_so_far[i] - share * flops_so_far[-1]))
-                results, remaining = self._todo[best].outvars, self._todo[best + 1 :]
-                cuts.update(id(eqn) for eqn in remaining if any(v in results for v in eqn.invars))
-                candidates &= jx.depends(remaining, results)  # the next cut must lie behind this one
-        return cuts
-
-    # ------------------------------------------------------------------------------------------------------------------
-    # Running.
-
-    @property
-    def is_unfinished(self) -> bool:
-        """Whether anything remains to be computed or sent."""
-        return bool(self._todo or self._ready_exchanges)
-
-    @property
-    def leaving(self) -> list[Any]:
-        """The operands of the exchanges that can start."""
-        return [v for eqn in self._ready_exchanges for v in eqn.invars if not jx.is_literal(v)]
-
-    def compute(self, only: Collection[int] | None = None) -> None:
-        """Run the equations that need no exchange except those that have arrived.
-
-        Args:
-          only: the equations, by id, that may run; by default all.
-        """
-        blocked = []
-        # In program order, so that one pass finds all that can run.
-        for eqn in self._todo:
-            is_known = all(jx.is_literal(v) or v in self.env for v in eqn.invars)
-            if not is_known or (only is not None and id(eqn) not in only):
-                blocked.append(eqn)
-            elif self._is_exchange(eqn):
-                self._ready_exchanges.append(eqn)
-            else:
-                self.env.compute(eqn)
-        self._todo = blocked
-
-    def send_ahead(self, eqns: Sequence[Any]) -> None:
-        """Run collectives for other iterations, after the exchanges that arrived and before those that can start."""
-        hold(self.env, [v for eqn in eqns for v in eqn.invars], self.env, self.arrived)
-        for eqn in eqns:
-            self.env.compute(eqn)
-        hold(self.env, self.leaving, self.env, [v for eqn in eqns for v in eqn.outvars])
-
-    def send(self) -> None:
-        """Run the exchanges that can start."""
-        for eqn in self._ready_exchanges:
-            self.env.compute(eqn)
-        self.arrived = [v for eqn in self._ready_exchanges for v in eqn.outvars]
-        self._ready_exchanges = []
-
-    def send_beside(self, other: "_Iteration", eqns: Sequence[Any]) -> None:
-        """Run the exchanges that can start and those behind them without a product in between, beside other equations.
-
-        A norm between a reduce-scatter and a gather, for example, takes no time in which they could travel. So each
-        exchange of such a chain has a share of the other equations' products beside it.
-
-        Args:
-          other: the iteration of `eqns`; it may be this one.
-          eqns: the equations that run meanwhile.
-        """
-        for is_last, part in _shares(eqns, self._chain_length()):
-            self.send()
-            results = other.run(part)
-            if not is_last or self is other:
-                hold(self.env, self.arrived, other.env, results)
-            if not is_last:
-                self.compute({id(eqn) for eqn in self._next_in_chain()})
-
-    def _chain_length(self) -> int:
-        """Return how many times exchanges start without a product in between."""
-        arrived = {v for eqn in self._ready_exchanges for v in eqn.outvars}
-        length = 1
-        while eqns := self._next_in_chain(arrived):
-            arrived.update(v for eqn in eqns for v in eqn.outvars)
-            length += 1
-        return length
-
-    def _next_in_chain(self, arrived: Collection[Any] = ()) -> list[Any]:
-        """Return the next exchanges that need no other product, and the equations that these need.
-
-        Args:
-          arrived: variables that count as computed.
-        """
-        known = {*self.env, *arrived}
-        start, exchanges, plain = set(known), list[Any](), list[Any]()
-        for eqn in self._todo:
-            if all(jx.is_literal(v) or v in known for v in eqn.invars) and not start.issuperset(eqn.outvars):
-                if self._is_exchange(eqn):
-                    exchanges.append(eqn)
-                elif not jx.communicates([eqn], PRODUCTS):
-                    plain.append(eqn)
-                    known.update(eqn.outvars)
-        operands = [v for eqn in exchanges for v in eqn.invars]
-        return [*jx.needed(plain, operands, start), *exchanges]
-
-    def ready(self) -> list[Any]:
-        """Return the equations that need no exchange except those that have arrived."""
-        known, eqns = set(self.env), list[Any]()
-        for eqn in self._todo:
-            if not self._is_exchange(eqn) and all(jx.is_literal(v) or v in known for v in eqn.invars):
-                eqns.append(eqn)
-                known.update(eqn.outvars)
-        return eqns
-
-    @property
-    def start(self) -> tuple[int, int]:
-        """The multiply-adds that wait for no exchange, and the bytes of the first exchanges."""
-        ready = self.ready()
-        known = {*self.env, *(v for eqn in ready for v in eqn.outvars)}
-        first = [eqn for eqn in self._todo if self._is_exchange(eqn) and known.issuperset(_inputs(eqn))]
-        return _flops(ready), sum(jx.nbytes(v) for eqn in first for v in eqn.outvars)
-
-    @property
-    def before_exchanges(self) -> set[int]:
-        """The equations, by id, that an exchange needs, and the exchanges."""
-        exchanges = [eqn for eqn in self._todo if self._is_exchange(eqn)]
-        operands = [v for eqn in exchanges for v in eqn.invars]
-        return {id(eqn) for eqn in (*exchanges, *jx.needed(self._todo, operands, self.env))}
-
-    def fillers(self) -> list[Any]:
-        """Return the equations that can run and that no exchange needs, if there is a product among them."""
-        needed = self.before_exchanges
-        fillers = [eqn for eqn in self.ready() if id(eqn) not in needed]
-        return fillers if jx.communicates(fillers, PRODUCTS) else []
-
-    def compute_beside_copies(self) -> None:
-        """Run everything, with the copies from the host for other iterations spread over the products."""
-        # 1. Find the copies whose results nothing in this iteration reads, largest first. A chain is one copy with the
-        # equations that select its operand.
-        on_host = lambda v: v.aval.memory_space == HOST
-        copying = [eqn for eqn in self._todo if any(on_host(v) for v in eqn.invars if not jx.is_literal(v))]
-        read = {v for eqn in self._todo if eqn not in copying for v in eqn.invars if not jx.is_literal(v)}
-        ends = [v for eqn in copying for v in eqn.outvars if not on_host(v) and v not in read]
-        ends = sorted(ends, key=jx.nbytes, reverse=True)
-        chains = [(jx.needed(copying, [v]), jx.nbytes(v)) for v in ends]
-
-        # 2. Compute the layer numbers by which the chains index.
-        scalars = lambda eqns: [v for eqn in eqns for v in eqn.invars if not jx.is_literal(v) and not v.aval.shape]
-        index_eqns = jx.needed(self._todo, [v for eqns, _ in chains for v in scalars(eqns)])
-        for eqn in index_eqns:
-            self.env.compute(eqn)
-
-        # 3. Run the other equations. Each product makes room for bytes in proportion to its multiply-adds, and the
-        # largest copy that fits starts when the product's operands exist.
-        early_ids = {id(eqn) for eqns in (index_eqns, *(eqns for eqns, _ in chains)) for eqn in eqns}
-        compute_eqns = [eqn for eqn in self._todo if id(eqn) not in early_ids]
-        flops = [sum(count for count, _ in jx.matmuls([eqn]).values()) for eqn in compute_eqns]
-        remaining_flops, total_bytes = sum(flops), sum(map(jx.nbytes, ends))
-        room = 0.0
-        for eqn, count in zip(compute_eqns, flops, strict=True):
-            remaining_flops -= count
-            room += 1.5 * total_bytes * count / max(1, sum(flops))  # half more, so that none waits for the last product
-            fitting = [chain for chain in chains if chain[1] <= room][:1] if remaining_flops else [*chains]
-            for chain in fitting if count else ():
-                hold(self.env, scalars(chain[0]), self.env, [v for v in eqn.invars if not jx.is_literal(v)])
-                for copy_eqn in chain[0]:
-                    self.env.compute(copy_eqn)
-                chains.remove(chain)
-                room -= chain[1]
-            self.env.compute(eqn)
-
-        # Without products, copies remain.
-        for copy_eqn in (eqn for eqns, _ in chains for eqn in eqns):
-            self.env.compute(copy_eqn)
-
-    def run(self, eqns: Sequence[Any]) -> list[Any]:
-        """Run equations, and return what comes of their products: results that none of them reads."""
-        ids, read = {id(eqn) for eqn in eqns}, {v for eqn in eqns for v in _inputs(eqn)}
-        products = [v for eqn in eqns if jx.communicates([eqn], PRODUCTS) for v in eqn.outvars]
-        of_products = jx.depends(eqns, products)
-        self._todo = [eqn for eqn in self._todo if id(eqn) not in ids]
-        for eqn in eqns:
-            self.env.compute(eqn)
-        return [v for eqn in eqns for v in eqn.outvars if v in of_products and v not in read]
-
-    @property
-    def computed(self) -> set[Any]:
-        """The variables that equations of this iteration have computed."""
-        return self.env.keys() - self._invars
-
-    def result(self) -> Any:
-        """Return the carry and the y of the body."""
-        return jax.tree.unflatten(self._tree, self.env.read(self._outvars))
-
-
-def _inputs(eqn: Any) -> list[Any]:
-    """Return the variables that an equation reads."""
-    return [v for v in eqn.invars if not jx.is_literal(v)]
-
-
-def _flops(eqns: Sequence[Any]) -> int:
-    """Return the multiply-adds of equations."""
-    return sum(count for eqn in eqns for count, _ in jx.matmuls([eqn]).values())
-
-
-def _shares(eqns: Sequence[Any], count: int) -> list[tuple[bool, list[Any]]]:
-    """Split equations, in order, into shares of about equal multiply-adds; the first of each pair says which is last."""
-    total, done = _flops(eqns), 0
-    shares: list[list[Any]] = [[] for _ in range(count)]
-    for eqn in eqns:
-        shares[min(count - 1, done * count // max(1, total))].append(eqn)
-        done += _flops([eqn])
-    return [(i == count - 1, share) for i, share in enumerate(shares)]
-
-
-def _flops_by_window(
-    eqns: Sequence[Any], level: Mapping[Any, int], exchanges: Mapping[int, int]
-) -> collections.Counter[int]:
-    """Count the multiply-adds that can run in each window.
-
-    A product counts in every window from the one in which its operands arrive to the one that ends when its result is
-    sent.
-    """
-    flops: collections.Counter[int] = collections.Counter()
-    last_window: dict[Any, int] = {}  # the window at whose end an exchange needs the variable
-    for eqn in reversed(eqns):
-        last = exchanges.get(id(eqn), min((last_window[v] for v in eqn.outvars if v in last_window), default=None))
-        if last is not None:
-            operands = (v for v in eqn.invars if not jx.is_literal(v))
-            last_window.update((v, min(last, last_window.get(v, last))) for v in operands)
-        if (count := sum(count for count, _ in jx.matmuls([eqn]).values())) and id(eqn) not in exchanges:
-            first = max(level[v] for v in eqn.outvars)
-            flops.update(dict.fromkeys(range(first, max(first, last or 0) + 1), count))
-    return flops
-
-
-def _opened(eqn: Any) -> bool:
     return not eqn.params["prevent_cse"]
 
 
@@ -459,9 +122,7 @@ def _in_windows(body: Body) -> Body:
     """Return the body with its collectives for other iterations in windows between its own collectives."""
 
     def in_windows(carry: Any, iteration: Any, x: Any) -> Any:
-        # A remat in a backward's own loop needs no protection from CSE: the forward's values are in another loop. Those
-        # calls are opened, so that windows may lie inside.
-        steps = _Iteration(body, carry, iteration, x, remats=_opened)
+        steps = Iteration(body, carry, iteration, x, remats=_is_opened)
         for window in steps.windows():
             steps.compute()
             for eqns in window:
@@ -475,10 +136,10 @@ def _in_windows(body: Body) -> Body:
 
 
 def _filled(body: Body) -> Body:
-    """Return the body with the products that no exchange needs, gradients of weights, alongside the exchanges."""
+    """Return the body with the products that no exchange needs alongside the exchanges."""
 
     def filled(carry: Any, iteration: Any, x: Any) -> Any:
-        steps = _Iteration(body, carry, iteration, x, remats=_opened)
+        steps = Iteration(body, carry, iteration, x, remats=_is_opened)
         while needed := steps.before_exchanges:
             steps.compute(needed)
             steps.send_beside(steps, steps.fillers())
@@ -488,30 +149,24 @@ def _filled(body: Body) -> Body:
     return filled
 
 
-def _exchanges_activations(eqn: Any) -> bool:
-    """Return whether an equation is an exchange of activations."""
-    kind = PRIMITIVES.get(eqn.primitive.name)
-    return kind == "all-to-all" or (kind in _EXCHANGE_KINDS and not _EXCHANGE_AXES.isdisjoint(axes_of(eqn)))
-
-
 def _spread(body: Body) -> Body:
     """Return the body with its copies from the host for other iterations started one after another."""
 
     def spread(carry: Any, iteration: Any, x: Any) -> Any:
-        steps = _Iteration(body, carry, iteration, x)
+        steps = Iteration(body, carry, iteration, x)
         steps.compute_beside_copies()
         return steps.result()
 
     return spread
 
 
-def _alternate(first: _Iteration, second: _Iteration) -> tuple[Any, Any]:
-    """Run two iterations alternately, and return both results. The second one's exchanges start first.
+def _alternate(first: Iteration, second: Iteration) -> tuple[Any, Any]:
+    """Run two iterations alternately, and return both results.
 
     A result that has arrived for one iteration is not used before the other's exchanges can start. So these overlap
-    with the computation that uses it.
+    with the computation that uses it. The very first exchanges overlap only with the other iteration's start: they are
+    those of the iteration that computes less before them, or sends fewer bytes.
     """
-    # The first exchanges overlap only with the other iteration's start.
     waiting, computing = sorted((second, first), key=lambda iteration: iteration.start)
     waiting.compute()
     while first.is_unfinished or second.is_unfinished:
@@ -520,13 +175,3 @@ def _alternate(first: _Iteration, second: _Iteration) -> tuple[Any, Any]:
         computing.compute()
         computing, waiting = waiting, computing
     return first.result(), second.result()
-
-
-def hold(env: dict[Any, Any], delayed: Iterable[Any], until_env: dict[Any, Any], until: Iterable[Any]) -> None:
-    """Delay the variables `delayed` of one environment until the variables `until` of another are computed."""
-    delayed, until = list(delayed), list(until)
-    if delayed and until:
-        # One barrier returns both: XLA cannot use any of its results before all of its operands exist.
-        held_values, until_values = lax.optimization_barrier(([env[v] for v in delayed], [until_env[v] for v in until]))
-        env.update(zip(delayed, held_values, strict=True))
-        until_env.update(zip(until, until_values, strict=True))

@@ -28,6 +28,7 @@ from ..program.buffers import scan
 from .access import Access, Gradient, Sender
 from .flights import InFlight, Lookahead
 from .halves import WeightGradResiduals, merge, pick
+from .iteration import may_exchange
 from .layer_access import LayerAccess, identity_cotangents, select
 from .loop import LayerLoop
 from .slices import Slice
@@ -332,7 +333,8 @@ class Stack:
             stacked, host_values = saved.without_host_values, saved.copied_from_host(self._clip(last_layer))
         state = (ct_carry, ct_consts, totals, lookahead and lookahead.flight, host_values, device_copies)
         scanned, ahead = (stacked, xs, ct_ys, layers.is_real), (lookahead is not None, layers.is_on_host)
-        return LayerLoop(backward_layer, state, scanned, self.length, not self.reverse, result, *ahead)
+        fills = may_exchange()
+        return LayerLoop(backward_layer, state, scanned, self.length, not self.reverse, result, *ahead, fills)
 
     def backward_inputs(
         self,

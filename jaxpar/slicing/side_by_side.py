@@ -24,7 +24,7 @@ from ..program.collectives import PRIMITIVES
 from ..program.environment import through
 from ..program.primitives import PRODUCTS
 from ..program.walk import propagate
-from .loop import hold
+from .iteration import hold
 
 _COMBINED = ("all-gather", "all-reduce", "reduce-scatter")  # XLA may combine several of one kind into one
 
