@@ -31,7 +31,7 @@ from ...slicing.loop import LayerLoop
 from ...slicing.program import Program, backward, forward, read
 from ...slicing.stash import Stash
 from .chunks import AXIS, Cotangents, Cut, Message, bypass_variables, epilogue_pieces, prologue_pieces
-from .distributed_prologue import SharedPrologues, shares_prologues
+from .early_prologue import EarlyPrologues, is_early, shares_prologues
 from .unstaged_params import UnstagedParams
 
 
@@ -92,17 +92,27 @@ class Engine(Cut):
     part_values: Callable[[jax.Array], list[Any]] | None = None
 
     @property
-    def prologues(self) -> SharedPrologues:
-        """Return the prologues that the ranks share, if they do (`distributed_prologue.py`)."""
-        ranks, m = self.schedule.ranks, self.schedule.microbatches
-        return SharedPrologues(self.program, self.access, self.leaves, self.values, ranks, m)
+    def prologues(self) -> EarlyPrologues:
+        """The prologues that run before the first tick, if they do (`early_prologue.py`)."""
+        sharers = self.schedule.ranks if shares_prologues(self.program) else 1
+        return EarlyPrologues(
+            self.program, self.access, self.leaves, self.values, sharers, self.schedule.microbatches
+        )
+
+    @property
+    def has_early_prologues(self) -> bool:
+        """Whether prologues run before the first tick.
+
+        Ranks that branch compute a prologue only where it is read, and gain from early ones only if they share them.
+        """
+        return shares_prologues(self.program) if self.schedule.branches else is_early(self.program)
 
     def zeros(self) -> tuple[Message, list[jax.Array], list[jax.Array]]:
-        """Return zeros for messages, summed outputs, and the first carries of prologues that the ranks share."""
+        """Return zeros for messages, summed outputs, and the first carries of early prologues."""
         variables = self.message_variables(self.program)
         message = self.pad_by_layer(jax.tree.map(lambda v: jnp.zeros(v.aval.shape, v.aval.dtype), variables))
-        carries = self.prologues.zeros() if shares_prologues(self.program) else []
-        return message, [jnp.zeros((), jnp.float32) for _ in self.summed], carries
+        prologues = self.prologues.zeros() if self.has_early_prologues else []
+        return message, [jnp.zeros((), jnp.float32) for _ in self.summed], prologues
 
     def prologue(self, microbatch: jax.Array, grad: bool) -> tuple[dict[Any, Any], list[Any]]:
         """Return the values of variables after a microbatch's prologue, and its tape."""
@@ -114,7 +124,7 @@ class Engine(Cut):
 
         Args:
           grads: accumulated gradients, one for each leaf.
-          prologue_cts: cotangents of the prologues' outputs, [microbatches of this rank, ...]; empty if none is shared.
+          prologue_cts: cotangents of the first carries, [microbatches of this rank, ...]; empty without early prologues.
         """
         return self.prologues.backward(prologue_cts, list(grads)) if prologue_cts else list(grads)
 
@@ -122,14 +132,16 @@ class Engine(Cut):
         """Return the microbatches of stage 0 by tick.
 
         Returns:
-          `entering`: the microbatch whose forward runs in stage 0, or 0. `returning`: the microbatch whose cotangents
-          leave stage 0, or -1.
+          `entering`: the microbatch whose forward runs in stage 0. If none does, one whose backward there is still to
+          come, so that its first carry is still stored; 0 without forwards. `returning`: the microbatch whose
+          cotangents leave stage 0, or -1.
         """
         microbatches: dict[str, list[int]] = {"entering": [], "returning": []}
         for column in self.schedule.table():
             # Stage 0 is chunk 0 of rank 0 in both placements.
             first_stage = [op for op in column[0] if op.chunk == 0]
-            microbatches["entering"].append(next((op.microbatch for op in first_stage if op.kind == "F"), 0))
+            forwards = [op.microbatch for ops in (first_stage, *column) for op in ops if op.kind == "F"]
+            microbatches["entering"].append(forwards[0] if forwards else 0)
             microbatches["returning"].append(next((op.microbatch for op in first_stage if op.kind in "BI"), -1))
         return microbatches
 

@@ -44,7 +44,6 @@ from ...strategy.schedules.orders import orders_of
 from .branching import read_row, receive, run_if, write_row
 from .buffers import CODES, WAYS
 from .chunks import AXIS, Message, bypass_variables, prologue_pieces
-from .distributed_prologue import shares_prologues
 from .ranks import Engine, eliminate_dead_code, replace_grads
 
 # The fields of `SlotTables` that a slot looks up.
@@ -72,9 +71,8 @@ class SlotCarry:
       buffers: messages and cotangents that wait, [num_buffers, ...].
       stash: residuals of forwards for their backwards, [num_stash_slots, layers of a chunk, ...]; no weights.
       residuals: residuals of I for W, [num_residual_slots, layers of a chunk, ...].
-      prologue_carries: the first carries of the microbatches whose prologues this rank computes, [microbatches, ...];
-        empty if all ranks compute a prologue when it is read (`distributed_prologue.py`).
-      prologue_cts: the cotangents of `prologue_carries`.
+      prologues: the first carries of the microbatches whose prologues this rank computes, and their cotangents once
+        they are known, [microbatches, ...]; empty without early prologues (`early_prologue.py`).
       grads: accumulated gradients, one for each leaf.
       sums: outputs of the loss, summed over microbatches.
     """
@@ -82,8 +80,7 @@ class SlotCarry:
     buffers: Message
     stash: list[jax.Array]
     residuals: list[jax.Array]
-    prologue_carries: list[jax.Array]
-    prologue_cts: list[jax.Array]
+    prologues: list[jax.Array]
     grads: list[jax.Array | None]
     sums: list[jax.Array]
 
@@ -104,13 +101,13 @@ class Slots(Engine):
         lookups = self.lookups()
         first_row = read_row(lookups, jnp.int32(0))
         state, saved, weight_residuals = self._initial_state(first_row)
-        if shares_prologues(self.program):
-            state = dataclasses.replace(state, prologue_carries=self.prologues.compute())
+        if self.has_early_prologues:
+            state = dataclasses.replace(state, prologues=self.prologues.compute())
         body = eliminate_dead_code(
             lambda state, row: self.slot(state, row, saved, weight_residuals, self._loop), state, first_row
         )
         state, _ = lax.scan(lambda state, row: (body(state, row), None), state, lookups)
-        return self.add_prologue_grads(state.grads, state.prologue_cts), state.sums
+        return self.add_prologue_grads(state.grads, state.prologues), state.sums
 
     def _loop(self, name: str, condition: jax.Array, fun: Callable[[jax.Array, Any], Any], carry: Any) -> Any:
         """Run a part of a slot if the condition holds; the name of its loop says how often it runs."""
@@ -146,8 +143,8 @@ class Slots(Engine):
             return self.slot(state, row, saved, weight_residuals, run_if), results, consts, xs
 
         parts = [(n, run_part(part)) for part, n in self.runs.items() if n]
-        if shares_prologues(self.program):
-            parts.append((1, (self.prologues.compute(), self.add_prologue_grads(state.grads, state.prologue_cts))))
+        if self.has_early_prologues:
+            parts.append((1, (self.prologues.compute(), self.add_prologue_grads(state.grads, state.prologues))))
         return [(self.schedule.ticks - sum(self.runs.values()), run_part("")), *parts]
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -219,7 +216,7 @@ class Slots(Engine):
         """Return the first state, and the structures of the residuals of F, and of I for W."""
         # 1. Message buffers and sums: all that an evaluation needs.
         tables = self.schedule.rows
-        message, sums, carries = self.zeros()
+        message, sums, prologues = self.zeros()
         # Idle ranks send messages on, and epilogues compute on them in all ranks: these must be zeros.
         zeros = lambda n, tree: jax.tree.map(lambda x: jnp.zeros((n, *x.shape), x.dtype), tree)
         stash = lambda n, values: [uninitialized((n, *x.shape), x.dtype) for x in values]
@@ -240,7 +237,6 @@ class Slots(Engine):
             # Only the operations of the table run, so that each slot is written before it is read.
             stash=stash(tables.num_stash_slots, saved.values),
             residuals=stash(tables.num_residual_slots, of_weights),
-            prologue_cts=carries,
         )
 
         # 3. Gradients: trace one slot that runs every part. A scan's carry has one structure, so that leaves without a
@@ -249,7 +245,7 @@ class Slots(Engine):
 
         def grads_of_step(state: SlotCarry, row: Any) -> list[Any]:
             state = self.slot(state, row, saved, weight_residuals, always)
-            return self.add_prologue_grads(state.grads, state.prologue_cts)
+            return self.add_prologue_grads(state.grads, state.prologues)
 
         grads = jax.eval_shape(grads_of_step, state, row)
         grads = [None if g is None else jnp.zeros(g.shape, g.dtype) for g in grads]
@@ -271,15 +267,15 @@ class Slots(Engine):
           run_if: runs a part of the slot if its condition holds.
         """
         # 1. The operation's input: from its message buffer, or in the first stage from the prologue.
-        stash, residuals, prologue_cts, buffers = state.stash, state.residuals, state.prologue_cts, state.buffers
+        stash, residuals, prologues, buffers = state.stash, state.residuals, state.prologues, state.buffers
         grads, sums = list(state.grads), state.sums
         env, _ = self.prologue(row["microbatch"], False)
         message = read_row(buffers, row["read"])
 
         def enter(number: jax.Array, message: Message) -> Message:
             env, _ = self.prologue(row["microbatch"] + number, False)
-            if state.prologue_carries:
-                env |= self.prologues.broadcast(state.prologue_carries, row["entering"] + number)
+            if state.prologues:
+                env |= self.prologues.read(state.prologues, row["entering"] + number)
             # On ranks that do not run F, chunk 1 is never the first stage: their message stays.
             return self.chunk_input(env, {"chunk": jnp.where(row["kind"] == CODES["F"], row["chunk"], 1)}, message)
 
@@ -314,26 +310,26 @@ class Slots(Engine):
                 grads = backward(prologue_pieces(self.program), self.access, self.leaves, tape, bypass_cts, grads)
             return buffers, grads, sums
 
-        # 4. The prologue's backward. Shared prologues run theirs after the last slot: store their cotangents.
+        # 4. The prologue's backward. Early prologues run theirs after the last slot: store their cotangents.
         def prologue_backward(number: jax.Array, carry: Any) -> Any:
-            grads, prologue_cts = carry
+            grads, prologues = carry
             valid = (row["kind"] == CODES["B"]) | (row["kind"] == CODES["I"])
             consts, xs = extra_cts
             carry_cts = pick(self.has_cotangent.carry, message.carry)
             cts = self.prologue_cotangents({"valid": valid, "chunk": row["chunk"]}, consts, carry_cts, xs)
-            if prologue_cts:
-                return grads, self.prologues.store_cotangents(prologue_cts, cts, row["returning"] + number)
+            if prologues:
+                return grads, self.prologues.store_cotangents(prologues, cts, row["returning"] + number)
             _, tape = self.prologue(row["microbatch"] + number, True)
             grads = backward(prologue_pieces(self.program), self.access, self.leaves, tape, cts, grads)
-            return grads, prologue_cts
+            return grads, prologues
 
         buffers, grads, sums = run_if("leaves", row["leaves"], epilogue, (buffers, grads, sums))
         if self.seeds is not None:
-            grads, prologue_cts = run_if("returns", row["returns"], prologue_backward, (grads, prologue_cts))
+            grads, prologues = run_if("returns", row["returns"], prologue_backward, (grads, prologues))
 
         # 5. Messages.
         buffers = receive(message, buffers, row, self.schedule.rows.sent)
-        return SlotCarry(buffers, stash, residuals, state.prologue_carries, prologue_cts, grads, sums)
+        return SlotCarry(buffers, stash, residuals, prologues, grads, sums)
 
     def input_grads(self, env: Any, op: Any, cts: Message, saved: Any, *stash: Stash) -> tuple[list[Any], Any]:
         """Return the cotangents of a chunk's inputs, and residuals for W; see `Stack.backward_inputs`."""

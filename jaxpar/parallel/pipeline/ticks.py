@@ -21,8 +21,9 @@ Every rank runs one program without branches. The schedule's table names the chu
 forward and backward in a tick. An idle rank computes as well, in the time that the other ranks need in any case, and
 its results are dropped.
 
-The prologue (embedding, masks, positions) runs on every rank, for the microbatch of its tick, so that messages hold the
-residual stream alone. The epilogue (norm, head, loss) and its backward follow as soon as a microbatch leaves the last
+The prologue (an embedding) runs before the first tick, and its backward after the last (`early_prologue.py`). Masks and
+positions are computed on every rank, for the microbatch of its tick, so that messages hold the residual stream alone.
+The epilogue (norm, head, loss) and its backward follow as soon as a microbatch leaves the last
 layer. If a microbatch's rows divide among the ranks, each rank takes its part: the head of a large vocabulary on the
 last rank alone would delay all of them. Parameters of prologue and epilogue belong to no stage. Their gradients are
 summed over `pipe`, which is right whichever ranks used them, tied parameters included.
@@ -49,7 +50,6 @@ from ...slicing.pieces import add
 from ...slicing.program import backward
 from ...slicing.stash import Stash
 from .chunks import AXIS, Cotangents, Message, bypass_variables, prologue_pieces
-from .distributed_prologue import shares_prologues
 from .ranks import Engine, eliminate_dead_code
 from .schedules import Kind, Phase
 
@@ -69,9 +69,8 @@ class TickState:
       stash: residuals of forwards for their backwards, [slots, layers of a chunk, ...]; no weights.
       waiting_cts: cotangents from epilogues, for backwards of later ticks, [`Schedule.waiting`, ...]; None if every
         backward begins in the tick of its epilogue.
-      prologue_carries: the first carries of the microbatches whose prologues this rank computes, [microbatches, ...];
-        empty if all ranks compute the prologue in every tick (`distributed_prologue.py`).
-      prologue_cts: the cotangents of `prologue_carries`.
+      prologues: the first carries of the microbatches whose prologues this rank computes, and their cotangents once
+        they are known, [microbatches, ...]; empty without early prologues (`early_prologue.py`).
       grads: accumulated gradients, one for each leaf.
       sums: outputs of the loss, summed over microbatches.
       flight: weights that are fetched early, and gradients that are not given yet (`InFlight`); None without them.
@@ -81,8 +80,7 @@ class TickState:
     cotangents: Message
     stash: list[jax.Array]
     waiting_cts: Cotangents | None
-    prologue_carries: list[jax.Array]
-    prologue_cts: list[jax.Array]
+    prologues: list[jax.Array]
     grads: list[jax.Array | None]
     sums: list[jax.Array]
     flight: InFlight | None = None
@@ -111,8 +109,8 @@ class Pipeline(Engine):
         # 2. The state before the first tick.
         row = jax.tree.map(lambda x: x[0], lookups)
         carry, saved = self._initial_carry(row)
-        if shares_prologues(self.program):
-            carry = dataclasses.replace(carry, prologue_carries=self.prologues.compute())
+        if self.has_early_prologues:
+            carry = dataclasses.replace(carry, prologues=self.prologues.compute())
         carry = carry if self.seeds is None else self._with_zero_grads(carry, saved, row)
         # Until here zeros stood for these weights, whose shapes were enough. This is the only fetch before the ticks.
         carry = dataclasses.replace(carry, flight=carry.flight and self._initial_flight())
@@ -138,7 +136,7 @@ class Pipeline(Engine):
                 carry, _ = lax.scan(run_round, carry, by_round)
 
         # 4. Gradients that are still in flight, and gradients of the prologues that ran before the ticks.
-        return self.add_prologue_grads(self._add_flight_grads(carry).grads, carry.prologue_cts), carry.sums
+        return self.add_prologue_grads(self._add_flight_grads(carry).grads, carry.prologues), carry.sums
 
     def separated(self) -> list[tuple[int, Any]]:
         """Return the parts of a step, each run once, for counting what they fetch and send.
@@ -151,9 +149,9 @@ class Pipeline(Engine):
         row = self._first_row()
         carry, saved = self._initial_carry(row)
         parts = []
-        if shares_prologues(self.program):
-            grads = self.add_prologue_grads(carry.grads, carry.prologue_cts)
-            computed = dataclasses.replace(carry, prologue_carries=self.prologues.compute())
+        if self.has_early_prologues:
+            grads = self.add_prologue_grads(carry.grads, carry.prologues)
+            computed = dataclasses.replace(carry, prologues=self.prologues.compute())
             parts = [(1, computed), (1, dataclasses.replace(carry, grads=grads))]
         # m ticks have an epilogue: count them with a forward and a backward each, and the other ticks without it.
         for runs, flags in (
@@ -223,9 +221,9 @@ class Pipeline(Engine):
         """Return the first carry, without gradients, and the structure of a chunk's residuals."""
         # 1. Messages, sums and prologues: all that an evaluation needs. Idle ranks compute on the first messages, and a
         # model may look up or loop by their values: these must be zeros.
-        message, sums, carries = self.zeros()
+        message, sums, prologues = self.zeros()
         if self.seeds is None:
-            return TickState(message, Message([], []), [], None, carries, [], [], sums), None
+            return TickState(message, Message([], []), [], None, prologues, [], sums), None
 
         # 2. The stash, which needs the shapes of residuals: trace one chunk's forward.
         def residuals(row: Any) -> Any:
@@ -251,8 +249,7 @@ class Pipeline(Engine):
             message.select(self.has_cotangent),
             stash,
             waiting_cts,
-            carries,
-            list(carries),
+            prologues,
             no_grads,
             sums,
             flight,
@@ -264,7 +261,7 @@ class Pipeline(Engine):
 
         def grads_of_step(carry: TickState, row: Any) -> list[Any]:
             carry = self._add_flight_grads(self.tick(all_operations, saved, carry, row))
-            return self.add_prologue_grads(carry.grads, carry.prologue_cts)
+            return self.add_prologue_grads(carry.grads, carry.prologues)
 
         grads = jax.eval_shape(grads_of_step, carry, row)
         return dataclasses.replace(carry, grads=[None if g is None else jnp.zeros(g.shape, g.dtype) for g in grads])
@@ -285,7 +282,7 @@ class Pipeline(Engine):
         """
         grads, stash, waiting_cts = list(carry.grads), carry.stash, carry.waiting_cts
         sums, message, cotangents = carry.sums, carry.message, carry.cotangents
-        carries, prologue_cts, flight = carry.prologue_carries, carry.prologue_cts, carry.flight
+        prologues, flight = carry.prologues, carry.flight
         chunk_prologue_cts: dict[Any, Any] = {}
         # Read before the epilogue writes: a position may be read and written in one tick.
         epilogue_cts = None if waiting_cts is None else self._read_waiting(waiting_cts, row)
@@ -298,8 +295,8 @@ class Pipeline(Engine):
         if phase.forward:
             op = _operation("F", row)
             env, _ = self.prologue(op["microbatch"], False)
-            if carries:
-                env |= self.prologues.broadcast(carries, row["entering"])
+            if prologues:
+                env |= self.prologues.read(prologues, row["entering"])
             slot = Stash(stash, row["write"]) if self.seeds else None
             # Side by side, the backward reads the stash in the same loop: the forward writes all its layers afterwards.
             loop_slot = None if side_by_side else slot
@@ -335,10 +332,10 @@ class Pipeline(Engine):
                     saved, stash, row, cotangents, epilogue_cts, grads, flight, same_loop_next=not phase.forward
                 )
                 grads, input_cts, chunk_prologue_cts, flight = backward_loop.run()
-            if prologue_cts:
-                prologue_cts = self.prologues.store_cotangents(prologue_cts, chunk_prologue_cts, row["returning"])
+            if prologues:
+                prologues = self.prologues.store_cotangents(prologues, chunk_prologue_cts, row["returning"])
             cotangents = jax.tree.map(lambda x: collectives.shift(x, AXIS, -1), input_cts)
-        return TickState(message, cotangents, stash, waiting_cts, carries, prologue_cts, grads, sums, flight)
+        return TickState(message, cotangents, stash, waiting_cts, prologues, grads, sums, flight)
 
     def _read_waiting(self, waiting_cts: Cotangents, row: Any) -> Cotangents:
         """Return the waiting cotangents of the microbatch whose backward runs in this tick."""
@@ -369,7 +366,7 @@ class Pipeline(Engine):
 
         Returns:
           A loop with the results: accumulated gradients, cotangents for the rank before, cotangents of the prologue's
-          variables if the ranks share prologues, and `flight` after the loop.
+          variables if prologues are early, and `flight` after the loop.
         """
         op = _operation("B", row)
         env, tape = self.prologue(op["microbatch"], True)
@@ -382,7 +379,7 @@ class Pipeline(Engine):
 
         def prologue_backward(result: tuple[Any, ...]) -> tuple[list[Any], Message, dict[Any, Any], InFlight | None]:
             grads, input_cts, prologue_cts, flight = result
-            if shares_prologues(self.program):  # their backwards run after the last tick
+            if self.has_early_prologues:  # their backwards run after the last tick
                 return grads, input_cts, prologue_cts, flight
             # Cotangents of variables that the epilogue reads count once, on the rank of the last stage.
             if epilogue_cts is not None:

@@ -1,4 +1,14 @@
-"""Prologues with layers, such as the first three of DeepSeek-V3: the ranks share the work, microbatch by microbatch.
+"""Prologues that run before the first tick, and whose backwards run after the last.
+
+A tick needs the prologue of one microbatch, in the first stage. If every rank computed it in every tick, all but m of
+them would be dropped, and the gradient of a large embedding would be added to once per tick. Instead:
+
+    before the first tick      prologues of all microbatches; their first carries are stored, [m, ...]
+    tick with F1 in stage 0    reads the first carry of 1
+    tick with B1 in stage 0    stores the cotangents of that carry, in its place
+    after the last tick        backwards of all microbatches
+
+A prologue with layers, such as the first three of DeepSeek-V3, takes longer. Its ranks share the work:
 
     p = 2, m = 4               rank 0 (stage 0)                 rank 1
     before the first tick      prologues of 0, 2                prologues of 1, 3
@@ -6,9 +16,7 @@
     tick with B1 in stage 0    has its cotangents           ->  stores them             an all-reduce
     after the last tick        backwards of 0, 2                backwards of 1, 3
 
-Without this, every rank would compute a prologue in every tick, and drop it on all ranks but the first. That costs the
-time of as many layers per tick. A prologue without layers (an embedding, masks) costs less than these all-reduces, and
-is computed in every tick.
+Without layers (an embedding, masks), the work is less than these all-reduces: every rank computes all microbatches.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,19 +36,17 @@ from ...slicing.program import Program, backward, forward, read
 from .chunks import AXIS, bypass_variables, prologue_pieces
 
 
-def shares_prologues(program: Program) -> bool:
-    """Return whether the ranks share the prologues.
+def is_early(program: Program) -> bool:
+    """Return whether prologues may run before the first tick.
 
-    They do if the prologue has layers, and if the stack's first carry is all that has cotangents in it: only the carry
-    is sent to other ranks.
+    They may if the stack's first carry is all that has cotangents in it, since only the carry is stored.
     """
     stack = program.main
     assert stack is not None
     consts, carry, xs = stack.parts(stack.unit.active_inputs)
     first_carry = stack.parts(stack.inputs)[1]
     return (
-        any(isinstance(piece, Stack) for piece in prologue_pieces(program))
-        and all(carry)
+        all(carry)
         and not any((*consts, *xs))
         and not bypass_variables(program)
         # Cotangents are stored by variable: each part of the carry needs a different variable.
@@ -49,18 +55,24 @@ def shares_prologues(program: Program) -> bool:
     )
 
 
+def shares_prologues(program: Program) -> bool:
+    """Return whether the ranks share the prologues: they are early, and have layers."""
+    return is_early(program) and any(isinstance(piece, Stack) for piece in prologue_pieces(program))
+
+
 @dataclass(frozen=True)
-class SharedPrologues:
+class EarlyPrologues:
     """The prologues of one loss on the ranks of `pipe`.
 
-    Rank r computes microbatches r, p + r, 2 p + r, ...: microbatch b is number b // p of rank b mod p.
+    If n ranks share them, rank r computes microbatches r, n + r, 2 n + r, ...: microbatch b is number b // n of rank
+    b mod n. If they do not, n is 1, and every rank computes all of them.
 
     Attributes:
       program: the loss on the rows of one microbatch.
       access: how parameters are fetched and gradients given.
       leaves: this rank's leaves.
       values: `values(microbatch)` returns the values of the program's inputs.
-      ranks: the number of ranks, p.
+      sharers: the number of ranks that share the prologues, n.
       microbatches: the number of microbatches of a step.
     """
 
@@ -68,7 +80,7 @@ class SharedPrologues:
     access: Access
     leaves: Sequence[jax.Array]
     values: Callable[[jax.Array], list[Any]]
-    ranks: int
+    sharers: int
     microbatches: int
 
     @property
@@ -80,13 +92,10 @@ class SharedPrologues:
     @property
     def per_rank(self) -> int:
         """Return the number of microbatches of a rank, rounded up."""
-        return -(-self.microbatches // self.ranks)
+        return -(-self.microbatches // self.sharers)
 
     def zeros(self) -> list[jax.Array]:
-        """Return zeros for the first carries, or for their cotangents, [per_rank, ...].
-
-        A rank with fewer microbatches needs them: `backward` reads the cotangents of one more, which nobody stores.
-        """
+        """Return zeros in the shapes of the first carries, [per_rank, ...]."""
         return [jnp.zeros((self.per_rank, *v.aval.shape), v.aval.dtype) for v in self.carry_variables]
 
     def compute(self) -> list[jax.Array]:
@@ -100,35 +109,45 @@ class SharedPrologues:
 
         return scan(prologue, None, jnp.arange(self.per_rank), self.per_rank)[1]
 
-    def broadcast(self, carries: Sequence[jax.Array], microbatch: jax.Array) -> dict[Any, jax.Array]:
-        """Return the first carry of a microbatch on all ranks, by variable; communicates an all-reduce.
+    def read(self, stored: Sequence[jax.Array], microbatch: jax.Array) -> dict[Any, jax.Array]:
+        """Return the first carry of a microbatch, by variable; communicates an all-reduce if the ranks share prologues.
 
         Args:
-          carries: as `compute` returns.
+          stored: as `compute` returns, and as `store_cotangents` changes it for other microbatches.
           microbatch: the microbatch that enters stage 0, the same on all ranks.
         """
-        # An all-reduce of one value and zeros: a broadcast whose root is known only when the tick runs.
-        owner_values = [jnp.where(self._owns(microbatch), x[microbatch // self.ranks], 0) for x in carries]
-        return {v: collectives.all_reduce(x, [AXIS]) for v, x in zip(self.carry_variables, owner_values, strict=True)}
+        values = [x[microbatch // self.sharers] for x in stored]
+        if self.sharers > 1:
+            # An all-reduce of one value and zeros: a broadcast whose root is known only when the tick runs.
+            values = [collectives.all_reduce(jnp.where(self._owns(microbatch), x, 0), [AXIS]) for x in values]
+        return dict(zip(self.carry_variables, values, strict=True))
 
     def store_cotangents(
         self, stored: Sequence[jax.Array], cts: dict[Any, jax.Array], microbatch: jax.Array
     ) -> list[jax.Array]:
-        """Store the cotangents of a microbatch's first carry on the rank that computed it; communicates an all-reduce.
+        """Store the cotangents of a microbatch's first carry in place of the carry.
+
+        Communicates an all-reduce if the ranks share prologues: the rank that computed the microbatch stores them.
 
         Args:
-          stored: the cotangents of this rank's microbatches, [per_rank, ...].
+          stored: first carries and cotangents of this rank's microbatches, [per_rank, ...].
           cts: the cotangents by variable; zeros on all ranks but the first.
           microbatch: the microbatch whose cotangents leave stage 0; -1 if none do.
         """
         # In a tick without such a microbatch (-1), number 0 is written with its own value.
-        number = jnp.maximum(microbatch, 0) // self.ranks
+        number = jnp.maximum(microbatch, 0) // self.sharers
         is_stored = (microbatch >= 0) & self._owns(microbatch)
-        sums = [collectives.all_reduce(cts[v], [AXIS]) for v in self.carry_variables]
-        return [x.at[number].set(jnp.where(is_stored, ct, x[number])) for x, ct in zip(stored, sums, strict=True)]
+        values = [cts[v] for v in self.carry_variables]
+        if self.sharers > 1:
+            values = [collectives.all_reduce(ct, [AXIS]) for ct in values]
+        return [x.at[number].set(jnp.where(is_stored, ct, x[number])) for x, ct in zip(stored, values, strict=True)]
 
     def backward(self, stored: Sequence[jax.Array], grads: list[Any]) -> list[Any]:
         """Add the gradients of this rank's prologues, whose cotangents are `stored`, to `grads`."""
+        if self.sharers > 1:
+            # A rank with fewer microbatches runs one more backward, of a carry without cotangents.
+            exists = self._microbatch(jnp.arange(self.per_rank)) < self.microbatches
+            stored = [jnp.where(exists.reshape(-1, *[1] * (x.ndim - 1)), x, 0) for x in stored]
 
         def prologue_backward(grads: list[Any], x: Any) -> tuple[list[Any], None]:
             # The prologue runs again, so that its residuals do not wait in memory during the ticks.
@@ -154,9 +173,12 @@ class SharedPrologues:
 
         A rank with fewer microbatches repeats the last one, whose results nobody reads and whose cotangents are zero.
         """
-        microbatch = number * self.ranks + lax.axis_index(AXIS)
-        return self.program.environment(self.values(jnp.minimum(microbatch, self.microbatches - 1)))
+        return self.program.environment(self.values(jnp.minimum(self._microbatch(number), self.microbatches - 1)))
+
+    def _microbatch(self, number: jax.Array) -> jax.Array:
+        """Return the microbatch of a number on this rank."""
+        return number * self.sharers + lax.axis_index(AXIS) % self.sharers
 
     def _owns(self, microbatch: jax.Array) -> jax.Array:
         """Return whether this rank computes the microbatch's prologue."""
-        return lax.axis_index(AXIS) == microbatch % self.ranks
+        return lax.axis_index(AXIS) % self.sharers == microbatch % self.sharers
