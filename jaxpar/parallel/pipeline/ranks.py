@@ -95,9 +95,7 @@ class Engine(Cut):
     def prologues(self) -> EarlyPrologues:
         """The prologues that run before the first tick, if they do (`early_prologue.py`)."""
         sharers = self.schedule.ranks if shares_prologues(self.program) else 1
-        return EarlyPrologues(
-            self.program, self.access, self.leaves, self.values, sharers, self.schedule.microbatches
-        )
+        return EarlyPrologues(self.program, self.access, self.leaves, self.values, sharers, self.schedule.microbatches)
 
     @property
     def has_early_prologues(self) -> bool:
@@ -126,7 +124,9 @@ class Engine(Cut):
           grads: accumulated gradients, one for each leaf.
           prologue_cts: cotangents of the first carries, [microbatches of this rank, ...]; empty without early prologues.
         """
-        return self.prologues.backward(prologue_cts, list(grads)) if prologue_cts else list(grads)
+        # An evaluation has the carries alone.
+        has_cotangents = self.seeds is not None and prologue_cts
+        return self.prologues.backward(prologue_cts, list(grads)) if has_cotangents else list(grads)
 
     def prologue_microbatches(self) -> dict[str, list[int]]:
         """Return the microbatches of stage 0 by tick.

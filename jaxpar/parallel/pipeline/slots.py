@@ -220,7 +220,7 @@ class Slots(Engine):
         # Idle ranks send messages on, and epilogues compute on them in all ranks: these must be zeros.
         zeros = lambda n, tree: jax.tree.map(lambda x: jnp.zeros((n, *x.shape), x.dtype), tree)
         stash = lambda n, values: [uninitialized((n, *x.shape), x.dtype) for x in values]
-        state = SlotCarry(zeros(tables.num_buffers, message), [], [], carries, [], [None] * len(self.leaves), sums)
+        state = SlotCarry(zeros(tables.num_buffers, message), [], [], prologues, [None] * len(self.leaves), sums)
         if self.seeds is None:
             return state, None, None
 

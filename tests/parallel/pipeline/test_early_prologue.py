@@ -1,4 +1,4 @@
-"""Layers before the stack that is cut: each rank runs those of its own microbatches, once."""
+"""What comes before the stack that is cut runs once for a microbatch: layers on one rank, anything else on each."""
 
 from typing import Any
 
@@ -80,6 +80,36 @@ def test_they_train_as_on_one_device_and_run_once_a_microbatch(strategy: str, de
     per_rank = -(-step.strategy.microbatches // step.strategy.pipe)
     # For each microbatch of a rank, not for each tick: two products forwards, two for residuals, four backwards.
     assert products(getattr(traced, "jaxpr", traced)) == 8 * FIRST * per_rank
+
+
+def embedded_loss(params: Any, batch: Any, key: jax.Array) -> jp.Mean:
+    x = jnp.tanh(batch["x"] @ params["first"]["up"][0])[:, :DIM]
+    x = lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, params["layers"])[0]
+    return jp.Mean(jnp.sum(batch["weight"] * (x @ params["head"])[:, 0] ** 2), jnp.sum(batch["weight"]))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices"),
+    [
+        ("pipe=2,microbatches=3", 2),
+        ("pipe=2,microbatches=4,chunks=2,schedule=1f1b-overlap", 2),
+        pytest.param("pipe=4,fsdp=2,zero=3,microbatches=6", 8, marks=pytest.mark.battery),
+        pytest.param("pipe=2,microbatches=4,schedule=gpipe", 2, marks=pytest.mark.battery),
+    ],
+)
+def test_an_embedding_runs_once_for_a_microbatch(strategy: str, devices: int) -> None:
+    """Each rank computed it in every tick, and added the gradient of the whole embedding: 5% of a step of a 340B."""
+    model, mesh = jp.Model(init=init, loss=embedded_loss), jax.devices()[:devices]
+    report = jp.verify(model, strategy, batch(), mesh=mesh)
+    assert report.ok, report
+    step = jp.make_train_step(model, optax.sgd(0.1), strategy, mesh=mesh)
+    traced = step.trace(batch())
+    check_collectives(step, batch())
+    # Forwards, again for the backward, and the gradient.
+    assert products(getattr(traced, "jaxpr", traced)) == 3 * step.strategy.microbatches
+    state = step.init(jax.random.key(0))
+    evaluated = step.evaluate(state, batch())["loss"]
+    np.testing.assert_allclose(evaluated, step(state, batch())[1]["loss"], rtol=1e-5)
 
 
 @pytest.mark.battery

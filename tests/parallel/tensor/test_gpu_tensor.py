@@ -55,7 +55,7 @@ def test_activations_are_sent_as_in_megatron(sequence: bool) -> None:
     traffic = compiled(sequence).over("tensor")
     # Forwards in a layer: after attention and after the feed-forward. Recomputed: the first of them. Backwards: before
     # each. Beside the layers, forwards of the embedding, and backwards of the head, which the last rank's rows need.
-    layers, ends = RUNS * (2 + 1 + 2), TICKS + MICROBATCHES
+    layers, ends = RUNS * (2 + 1 + 2), 2 * MICROBATCHES
     if not sequence:
         assert traffic == {"all-reduce": (layers + ends, (layers + ends) * STREAM)}
         return
