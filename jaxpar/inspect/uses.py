@@ -3,8 +3,8 @@
 One use of a stacked leaf [L, ...] is L fetches of one layer.
 
 A pipeline of p ranks and v chunks (`parallel/pipeline/schedules.py`) runs L / (p v) layers in a tick with a forward,
-and again in a tick with a backward. Idle ranks run them too, together with the prologue. The epilogue runs in one tick
-for each microbatch. A leaf that no stage owns is fetched once, and its gradient is reduced once.
+and again in a tick with a backward. Idle ranks run them too. The prologue runs before the first tick and the epilogue
+in a tick, once for each microbatch. A leaf that no stage owns is fetched once, and its gradient is reduced once.
 
 The count is made in two steps. `_MarkingAccess` puts a marker equation into the jaxpr at every fetch and every
 gradient, and `_count_parts` adds up these markers, each times the trips of the loops around it.

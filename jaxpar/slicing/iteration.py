@@ -13,7 +13,7 @@ from ..program.buffers import HOST
 from ..program.collectives import PRIMITIVES, axes_of
 from ..program.primitives import PRODUCTS
 
-# The axes over which iterations exchange activations, and the kinds of exchanges; all-to-alls are exchanges on any axes.
+# The axes over which iterations exchange activations, and the kinds of exchanges; an all-to-all always is one.
 _EXCHANGE_AXES = ("tensor", "context", "expert")
 _EXCHANGE_KINDS = ("all-gather", "all-reduce", "reduce-scatter")
 _AHEAD_KINDS = ("reduce-scatter", "all-gather", "all-reduce")  # kinds of collectives for other iterations
@@ -40,7 +40,7 @@ class Iteration:
         # Values from the iteration before have arrived already.
         self.arrived = list(flat.invars[: len(jax.tree.leaves(carry))])
         self._ready_exchanges: list[Any] = []
-        self._is_exchange: Callable[[Any], bool] = _exchanges_activations
+        self._is_exchange: Callable[[Any], bool] = exchanges_activations
 
     # ------------------------------------------------------------------------------------------------------------------
     # Collectives for other iterations.
@@ -238,11 +238,12 @@ class Iteration:
 
     @property
     def start(self) -> tuple[int, int]:
-        """The multiply-adds that wait for no exchange, and the bytes of the first exchanges."""
+        """The multiply-adds that the first exchanges need, and the bytes of their results."""
         ready = self.ready()
         known = {*self.env, *(v for eqn in ready for v in eqn.outvars)}
         first = [eqn for eqn in self._todo if self._is_exchange(eqn) and known.issuperset(_inputs(eqn))]
-        return _flops(ready), sum(jx.nbytes(v) for eqn in first for v in eqn.outvars)
+        before = jx.needed(ready, [v for eqn in first for v in _inputs(eqn)], self.env)
+        return _flops(before), sum(jx.nbytes(v) for eqn in first for v in eqn.outvars)
 
     def _chain_length(self) -> int:
         """Return how many times exchanges start without a product in between."""
@@ -359,7 +360,7 @@ def _flops_by_window(
     return flops
 
 
-def _exchanges_activations(eqn: Any) -> bool:
+def exchanges_activations(eqn: Any) -> bool:
     """Return whether an equation is an exchange of activations."""
     kind = PRIMITIVES.get(eqn.primitive.name)
     return kind == "all-to-all" or (kind in _EXCHANGE_KINDS and not set(_EXCHANGE_AXES).isdisjoint(axes_of(eqn)))

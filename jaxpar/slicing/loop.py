@@ -39,7 +39,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..program.buffers import scan
-from .iteration import Body, Iteration, hold
+from ..program.walk import visit
+from .iteration import Body, Iteration, exchanges_activations, hold
 
 
 @dataclass(frozen=True)
@@ -89,8 +90,8 @@ class LayerLoop:
             other_iteration = other.length - 1 - iteration if is_opposite else iteration
             other_x = row(other.xs, other_iteration)
             (self_carry, y), (other_carry, other_y) = _alternate(
-                Iteration(self.body, carry[0], iteration, x, remats=_is_opened),
-                Iteration(other.body, carry[1], other_iteration, other_x, remats=_is_opened),
+                Iteration(self.body, carry[0], iteration, x, remats=_hides_exchanges),
+                Iteration(other.body, carry[1], other_iteration, other_x, remats=_hides_exchanges),
             )
             return (self_carry, other_carry), (y, other_y)
 
@@ -110,7 +111,7 @@ def _scan(body: Body, init: Any, xs: Any, length: int, reverse: bool) -> tuple[A
     return scan(lambda carry, x: body(carry, *x), init, (jnp.arange(length), xs), length, reverse)
 
 
-def _is_opened(eqn: Any) -> bool:
+def _may_open(eqn: Any) -> bool:
     """Return whether the equations of a remat may move.
 
     One in a backward's own loop needs no protection from CSE: the forward's values are in another loop.
@@ -118,11 +119,16 @@ def _is_opened(eqn: Any) -> bool:
     return not eqn.params["prevent_cse"]
 
 
+def _hides_exchanges(eqn: Any) -> bool:
+    """Return whether a remat has to be opened for its exchanges. Any other stays closed, and its values short-lived."""
+    return _may_open(eqn) and any(exchanges_activations(inner) for inner, _ in visit([eqn]))
+
+
 def _in_windows(body: Body) -> Body:
     """Return the body with its collectives for other iterations in windows between its own collectives."""
 
     def in_windows(carry: Any, iteration: Any, x: Any) -> Any:
-        steps = Iteration(body, carry, iteration, x, remats=_is_opened)
+        steps = Iteration(body, carry, iteration, x, remats=_may_open)
         for window in steps.windows():
             steps.compute()
             for eqns in window:
@@ -139,7 +145,7 @@ def _filled(body: Body) -> Body:
     """Return the body with the products that no exchange needs alongside the exchanges."""
 
     def filled(carry: Any, iteration: Any, x: Any) -> Any:
-        steps = Iteration(body, carry, iteration, x, remats=_is_opened)
+        steps = Iteration(body, carry, iteration, x, remats=_hides_exchanges)
         while needed := steps.before_exchanges:
             steps.compute(needed)
             steps.send_beside(steps, steps.fillers())
@@ -164,10 +170,13 @@ def _alternate(first: Iteration, second: Iteration) -> tuple[Any, Any]:
     """Run two iterations alternately, and return both results.
 
     A result that has arrived for one iteration is not used before the other's exchanges can start. So these overlap
-    with the computation that uses it. The very first exchanges overlap only with the other iteration's start: they are
-    those of the iteration that computes less before them, or sends fewer bytes.
+    with the computation that uses it. The very first exchanges overlap only with what the other iteration computes
+    before its own. If neither needs a product for them, the smaller ones come first, else those of `second`.
     """
-    waiting, computing = sorted((second, first), key=lambda iteration: iteration.start)
+    waiting, computing = second, first
+    (first_flops, first_bytes), (second_flops, second_bytes) = first.start, second.start
+    if first_flops == second_flops == 0 and first_bytes < second_bytes:
+        waiting, computing = first, second
     waiting.compute()
     while first.is_unfinished or second.is_unfinished:
         hold(computing.env, computing.arrived, waiting.env, waiting.leaving)

@@ -102,8 +102,14 @@ class Engine(Cut):
         """Whether prologues run before the first tick.
 
         Ranks that branch compute a prologue only where it is read, and gain from early ones only if they share them.
+        Others gain too, if all first carries take no more memory than the prologue's weights in float32.
         """
-        return shares_prologues(self.program) if self.schedule.branches else is_early(self.program)
+        if self.schedule.branches or shares_prologues(self.program):
+            return shares_prologues(self.program)
+        weights = {leaf for piece in prologue_pieces(self.program) for leaf in piece.unit.leaf_indices}
+        carry_bytes = sum(jx.nbytes(v) for v in self.prologues.carry_variables)
+        fits = self.schedule.microbatches * carry_bytes <= sum(4 * self.leaves[leaf].size for leaf in weights)
+        return fits and is_early(self.program)
 
     def zeros(self) -> tuple[Message, list[jax.Array], list[jax.Array]]:
         """Return zeros for messages, summed outputs, and the first carries of early prologues."""
@@ -122,7 +128,7 @@ class Engine(Cut):
 
         Args:
           grads: accumulated gradients, one for each leaf.
-          prologue_cts: cotangents of the first carries, [microbatches of this rank, ...]; empty without early prologues.
+          prologue_cts: cotangents of the first carries, [microbatches of this rank, ...]; empty if none is early.
         """
         # An evaluation has the carries alone.
         has_cotangents = self.seeds is not None and prologue_cts

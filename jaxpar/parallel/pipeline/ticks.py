@@ -307,8 +307,10 @@ class Pipeline(Engine):
             if side_by_side and slot is not None:
                 backward_loop = self._backward_loop(saved, stash, row, cotangents, epilogue_cts, grads)
                 (outputs, residuals), (grads, input_cts, chunk_prologue_cts, _) = forward_loop.beside(backward_loop)
-                # The backward has read the stash by then: else XLA would copy it (jax 0.10.2).
-                stash, grads, input_cts = lax.optimization_barrier((stash, grads, input_cts))
+                if forward_loop.length == 1:
+                    # XLA opens this loop. The backward must have read the stash before it is written: else XLA would
+                    # copy all slots (jax 0.10.2).
+                    stash, grads, input_cts = lax.optimization_barrier((stash, grads, input_cts))
                 stash = Stash(stash, row["write"]).put_layers(residuals.values)
             else:
                 # With `seeds`, the loop returns the whole stash with this microbatch's residuals in it.

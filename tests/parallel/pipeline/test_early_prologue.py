@@ -112,6 +112,16 @@ def test_an_embedding_runs_once_for_a_microbatch(strategy: str, devices: int) ->
     np.testing.assert_allclose(evaluated, step(state, batch())[1]["loss"], rtol=1e-5)
 
 
+def test_embedded_rows_take_no_more_memory_than_the_embedding() -> None:
+    """Otherwise memory would grow with the microbatches, and each tick embeds one."""
+    rows = 2 * batch()["x"].nbytes  # of the results for 24 rows: 576 bytes, and the weights have 528
+    assert rows > init(jax.random.key(0))["first"]["up"].nbytes
+    model, mesh, strategy = jp.Model(init=init, loss=embedded_loss), jax.devices()[:2], "pipe=2,microbatches=3"
+    assert jp.verify(model, strategy, batch(24), mesh=mesh).ok
+    traced = jp.make_train_step(model, optax.sgd(0.1), strategy, mesh=mesh).trace(batch(24))
+    assert products(getattr(traced, "jaxpr", traced)) > 3 * 3
+
+
 @pytest.mark.battery
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v,chunks=2"])
 def test_evaluation(schedule: str) -> None:
