@@ -21,6 +21,8 @@ CALLS = ("jit", "pjit", "closed_call", "core_call", "eval_jaxpr")  # jax 0.12 tu
 REMATS = ("remat2", "checkpoint", "remat")
 CUSTOM = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 
+_JAXPRS = (jec.Jaxpr, jec.ClosedJaxpr)
+
 V = TypeVar("V")
 
 
@@ -104,7 +106,7 @@ def with_programs(eqn: Any, transform: Callable[[Any], Any], constant: Callable[
         if type(value) is tuple:  # the branches of a cond; a named tuple is no list of programs
             items = tuple(map(transformed, value))
             return value if all(map(operator.is_, items, value)) else items
-        if not isinstance(value, jec.Jaxpr | jec.ClosedJaxpr):
+        if not isinstance(value, _JAXPRS):
             return value
         jaxpr, consts = opened(value)
         new_jaxpr, new_consts = transform(jaxpr), list(map(constant, consts))

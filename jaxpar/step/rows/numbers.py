@@ -66,7 +66,11 @@ class Number:
     @property
     def key(self) -> Any:
         """A key that two numbers share only if they are known to be equal."""
-        return repr(self._pair) if self.uniform and self._pair is not None else id(self)
+        if not self.uniform or self._pair is None:
+            return id(self)
+        # Bytes are exact, and equal for NaN. The repr of an array is rounded, and takes ten times as long.
+        arrays = [None if x is None else np.asarray(x) for x in self._pair]
+        return tuple(x if x is None else (x.dtype, x.tobytes()) for x in arrays)
 
     @property
     def array(self) -> np.ndarray:

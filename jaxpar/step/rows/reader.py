@@ -83,9 +83,10 @@ class Reader:
           key: a key, which may contain ids of objects.
           referents: these objects. The memo keeps them alive, so that no other object gets the same id.
         """
-        if key not in self.memo:
-            self.memo[key] = (referents, make())
-        return self.memo[key][1]
+        # Keys are long tuples: each look-up hashes all of them.
+        if (entry := self.memo.get(key)) is None:
+            entry = self.memo[key] = (referents, make())
+        return entry[1]
 
     def read_program(self, program: Any, twin: Any, inputs: Sequence[Value]) -> list[Value]:
         """Return the output values of a program (open, closed or `jx.Flat`) for the values of its inputs."""
@@ -161,16 +162,37 @@ class Reader:
         if not name.startswith("unvmap") and (program := implemented(eqn)) is not None:
             twin_program = implemented(twin) if twin is not None else None
             return [_located(eqn, x) for x in self.read_program(program, twin_program, ins)]
-        primitive_rule = ALWAYS.get(name) or RULES.get("coupled" if has_coupled else name, RULES[""])
-        outs = primitive_rule(self, eqn, twin, ins)
-        # A rule may return one value for all results.
-        outs = [outs] * len(eqn.outvars) if isinstance(outs, Value) else outs
-        if name in ALWAYS:
-            return [_located(eqn, x) for x in outs]
-        # The coupled rule has chosen which notes stay: the square of a root, say, has lost the root's note.
-        if has_coupled:
-            ins = [replace(x, notes=frozenset()) for x in ins]
-        return self._finish(eqn, twin, ins, outs)
+        if (always := ALWAYS.get(name)) is not None:
+            return [_located(eqn, x) for x in _one_for_each(eqn, always(self, eqn, twin, ins))]
+        primitive_rule = RULES.get("coupled" if has_coupled else name, RULES[""])
+
+        def apply_rule() -> list[Value]:
+            outs = _one_for_each(eqn, primitive_rule(self, eqn, twin, ins))
+            # The coupled rule has chosen which notes stay: the square of a root, say, has lost the root's note.
+            operands = [replace(x, notes=frozenset()) for x in ins] if has_coupled else ins
+            return self._finish(eqn, twin, operands, outs)
+
+        # Layers in a Python loop have the same equations again, most of them with the same operands.
+        key = self._key_of_reading(eqn, twin, ins)
+        return apply_rule() if key is None else self.memoize(key, (), apply_rule)
+
+    def _key_of_reading(self, eqn: Any, twin: Any, ins: Sequence[Value]) -> tuple[Any, ...] | None:
+        """Return everything that the rule of an equation reads; None if it must be read again each time.
+
+        The traceback counts, since notes name the user's line. Two sorts give two orders, whatever they sort.
+        """
+        if eqn.effects or eqn.primitive.name in ("sort", "top_k"):
+            return None
+        of_equation = lambda e: (e.primitive, *e.params.items(), *(v.aval for v in (*e.invars, *e.outvars)))
+        is_self_product = len(ins) > 1 and eqn.invars[0] is eqn.invars[1]
+        equations = of_equation(eqn), None if twin is None else of_equation(twin)
+        settings = eqn.source_info.traceback, is_self_product, self.in_loop, self.in_backward
+        key = ("equation", equations, settings, *(x.identity_key for x in ins))
+        try:
+            hash(key)
+        except TypeError:  # a parameter that cannot be hashed
+            return None
+        return key
 
     def _finish(self, eqn: Any, twin: Any, ins: Sequence[Value], outs: Sequence[Value]) -> list[Value]:
         """Complete the results of any equation: pass notes on, attach numbers, and derive powers from numbers."""
@@ -202,6 +224,11 @@ class Reader:
                         x = self.with_power(x)
             results.append(x)
         return results
+
+
+def _one_for_each(eqn: Any, outs: Sequence[Value] | Value) -> Sequence[Value]:
+    """Return one value for each result of an equation; a rule may return a single value for all of them."""
+    return [outs] * len(eqn.outvars) if isinstance(outs, Value) else outs
 
 
 def _located(eqn: Any, x: Value) -> Value:

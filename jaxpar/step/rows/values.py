@@ -135,7 +135,7 @@ class Value:
     def __eq__(self, other: object) -> bool:
         # A fixpoint of a loop compares values. NaN differs from itself, but tuples compare identities first. From
         # Python 3.13 on, the `__eq__` of a dataclass compares field by field, without tuples.
-        return isinstance(other, Value) and self._compared_fields == other._compared_fields
+        return self is other or (isinstance(other, Value) and self._compared_fields == other._compared_fields)
 
     @property
     def _compared_fields(self) -> tuple[Any, ...]:

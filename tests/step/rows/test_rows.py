@@ -19,6 +19,7 @@ from flax import nnx
 from zoo import ZOO
 
 import jaxpar as jp
+from jaxpar.step.rows.reader import Reader
 
 Batch = dict[str, Any]
 Loss = Callable[[jax.Array, Batch], Any]
@@ -905,6 +906,40 @@ def test_a_loop_over_layers_is_traced_twice() -> None:
     model = jp.Model(init=lambda key: [jnp.eye(DIM)] * 3, loss=loss)
     assert traced(model, "data=2", {"x": BATCH["x"]}) == []
     assert traces == 2
+
+
+def test_layers_in_a_loop_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer was read anew: 15% of the time that tracing and lowering 8 blocks of attention and MLP took."""
+    read, finish = list[str](), Reader._finish
+    counting = lambda self, eqn, *args: read.append(eqn.primitive.name) or finish(self, eqn, *args)
+    monkeypatch.setattr(Reader, "_finish", counting)
+
+    def num_tanhs(num_layers: int) -> int:
+        def loss(params: list[jax.Array], batch: Batch, key: jax.Array | None) -> jax.Array:
+            x = batch["x"]
+            for w in params:
+                x = x + jnp.tanh(x @ w)
+            return (x**2).mean()
+
+        read.clear()
+        assert traced(jp.Model(init=lambda key: [jnp.eye(DIM)] * num_layers, loss=loss), "data=2") == []
+        return read.count("tanh")
+
+    assert num_tanhs(6) == num_tanhs(2) == 1
+
+
+@pytest.mark.parametrize("axes", [(1, 0), (0, 1)])
+def test_steps_of_a_loop_are_told_apart(axes: tuple[int, int]) -> None:
+    """The same line may couple rows in one step of a loop, and not in another."""
+
+    def loss(w: jax.Array, batch: Batch) -> jax.Array:
+        x = batch["x"] @ w
+        for axis in axes:
+            x = jnp.square(x - jax.lax.rev(x, (axis,)))
+        return x.mean()
+
+    with pytest.raises(ValueError, match="reverses the order of rows"):
+        traced(model_of(loss))
 
 
 def test_one_row_in_a_block() -> None:
