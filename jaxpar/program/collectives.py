@@ -29,7 +29,7 @@ KINDS = {
         *("tensor_all_gather", "tensor_all_gather_replicated"),
     ),
     "reduce-scatter": ("reduce_scatter", "unreduced_reduce_scatter", "tensor_reduce_scatter"),
-    "all-to-all": ("all_to_all",),
+    "all-to-all": ("all_to_all", "tensor_exchange"),
     "ragged-all-to-all": ("ragged_all_to_all",),
     "collective-permute": ("ppermute",),
     "collective-broadcast": ("pbroadcast", "pbroadcast_dynamic"),

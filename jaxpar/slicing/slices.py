@@ -46,6 +46,16 @@ class Slice:
         layer_index = self.start + self.stride * iteration
         return lax.dynamic_update_index_in_dim(leaf, layer, layer_index, self.dim, allow_negative_indices=False)
 
+    def add(self, leaf: jax.Array, layer: jax.Array, iteration: Any) -> jax.Array:
+        """Return the leaf with an array added to that layer."""
+        # XLA's GPU compiler adds in place only if the read and the write have one shape and one instruction as index.
+        # Hence the sum keeps the dim of layers, and the barrier keeps a looked-up index from being fused into each.
+        # Otherwise the sum is written to another buffer first, and copied.
+        layer_index = lax.optimization_barrier(self.start + self.stride * iteration)
+        old = lax.dynamic_slice_in_dim(leaf, layer_index, 1, self.dim, allow_negative_indices=False)
+        total = old + lax.expand_dims(layer, (self.dim,))
+        return lax.dynamic_update_slice_in_dim(leaf, total, layer_index, self.dim, allow_negative_indices=False)
+
     def layers(self, length: int) -> range:
         """Return the layers that a loop of `length` iterations reads."""
         return range(self.start, self.start + self.stride * length, self.stride)

@@ -342,10 +342,17 @@ class Estimator:
             cost = self._exact_loss_cost(small)
         except ValueError:
             return self._exact_loss_cost(strategy)  # for its own error
-        # Expert ranks have as many tokens each, however many they are. Buffers of collectives keep their sizes.
+        # Expert ranks have as many tokens each, however many they are. Buffers of collectives keep their sizes, but for
+        # all-to-alls, in which the ranks of `tensor` take parts: of heads, and with `sequence` of experts' features.
         ranks = strategy.tensor * strategy.context // (small.tensor * small.context)
+        parts = lambda kind, axes: kind == "all-to-all" and (strategy.sequence or "expert" not in axes)
+        sent = {
+            key: (times, size / (strategy.tensor // small.tensor if parts(*key) else 1))
+            for key, (times, size) in cost.sent.items()
+        }
         return dataclasses.replace(
             cost,
+            sent=sent,
             flops=cost.flops / ranks,
             saved_per_row=cost.saved_per_row / ranks,
             saved_fixed=cost.saved_fixed / ranks,

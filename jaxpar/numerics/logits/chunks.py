@@ -16,7 +16,7 @@ from ...parallel.context.localiser import ContextLocaliser
 from ...parallel.context.rules import RULES as CONTEXT
 from ...parallel.context.split import Split
 from ...parallel.tensor import RULES as TENSOR
-from ...parallel.tensor.edges import EDGES
+from ...parallel.tensor.edges import EDGES, dims_of
 from ...parallel.tensor.localiser import BY_FACTORS, Found, LocalValue, place
 from ...parallel.tensor.primitives import follow, shape_of
 from ...program import jaxpr as jx
@@ -86,7 +86,7 @@ def _edge(localiser: Chunk, eqn: Any, inputs: Sequence[LocalValue]) -> Found | N
     """Communicate with other ranks of `tensor`, along a dim that is not split into chunks."""
     # Whole values go the common way. An edge along the split dim would need the other chunks.
     (x,) = inputs
-    if x.dim is None or (x.dim == eqn.params["dim"] and eqn.primitive.name not in ("tensor_enter", "tensor_leave")):
+    if x.dim is None or (x.dim in dims_of(eqn) and eqn.primitive.name not in ("tensor_enter", "tensor_leave")):
         return None
     return [(jx.bind(eqn, [x.value])[0], x.dim)]
 

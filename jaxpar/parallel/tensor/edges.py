@@ -3,7 +3,7 @@
 In the program of one rank, a value has one of three layouts: whole (each rank holds all of it), split along a dim, or a
 partial sum (its value is the sum over ranks). The cotangent of a whole value is whole, the cotangent of a split value
 is split along the same dim, and the cotangent of a partial sum is whole. Three pairs of linear functions convert one
-layout into another. The functions of a pair are each other's transpose:
+layout into another. The functions of a pair are each other's transpose, and `exchange` is its own, with dims swapped:
 
     enter     whole -> whole, read by split computation, which gives partial cotangents          sends nothing
     leave     partial sum -> whole                                                                all-reduce
@@ -16,6 +16,8 @@ layout into another. The functions of a pair are each other's transpose:
     all_gather_replicated
               split -> whole, read by computation that every rank repeats                         all-gather
     take      whole -> split                                                                      sends nothing
+
+    exchange  split -> split along another dim                                                    all-to-all
 
 `enter` and `leave` are f and g of Megatron-LM (Shoeybi et al. 2019, section 3). `all_gather` and `reduce_scatter` are
 the conversions of its sequence parallelism (Korthikanti et al. 2022, section 4.2.2). They are primitives instead of
@@ -63,7 +65,18 @@ def take(x: jax.Array, dim: int, ranks: int) -> jax.Array:
     return _bind("take", x, dim, ranks)
 
 
-def _bind(name: str, x: jax.Array, dim: int, ranks: int) -> jax.Array:
+def exchange(x: jax.Array, dim: int, to: int, ranks: int) -> jax.Array:
+    """Split a value that is split along `dim` along another dim instead."""
+    return _bind("exchange", x, (dim, to), ranks)
+
+
+def dims_of(eqn: Any) -> tuple[int, ...]:
+    """Return the dims along which an edge communicates: two of an exchange."""
+    dim = eqn.params["dim"]
+    return dim if isinstance(dim, tuple) else (dim,)
+
+
+def _bind(name: str, x: jax.Array, dim: int | tuple[int, int], ranks: int) -> jax.Array:
     """Apply the primitive of an edge."""
     return _PRIMITIVES[name].bind(x, axis_name=AXIS, dim=dim, ranks=ranks)
 
@@ -81,10 +94,11 @@ _RUN: dict[str, Callable[..., jax.Array]] = {
     "reduce_scatter": lambda x, dim, ranks: lax.psum_scatter(x, AXIS, scatter_dimension=dim, tiled=True),
     "all_gather_replicated": lambda x, dim, ranks: lax.all_gather(x, AXIS, axis=dim, tiled=True),
     "take": _local_slice,
+    "exchange": lambda x, dim, ranks: lax.all_to_all(x, AXIS, dim[1], dim[0], tiled=True),
 }
 # Each pair is listed once, and completed below.
 _TRANSPOSE = {"enter": "leave", "all_gather": "reduce_scatter", "all_gather_replicated": "take"}
-_TRANSPOSE |= {b: a for a, b in _TRANSPOSE.items()}
+_TRANSPOSE |= {b: a for a, b in _TRANSPOSE.items()} | {"exchange": "exchange"}
 # Other rooms recognise an edge in a program by its name: `tensor_enter`, `tensor_all_gather`, ...
 _PRIMITIVES = {name: jec.Primitive(f"tensor_{name}") for name in _RUN}
 EDGES = tuple(primitive.name for primitive in _PRIMITIVES.values())  # as equations name them
@@ -93,7 +107,10 @@ EDGES = tuple(primitive.name for primitive in _PRIMITIVES.values())  # as equati
 def _define(name: str, primitive: Any) -> None:
     """Register the shape, lowering, transpose and batching rules of an edge."""
 
-    def abstract_eval(x: Any, axis_name: str, dim: int, ranks: int) -> Any:
+    def abstract_eval(x: Any, axis_name: str, dim: Any, ranks: int) -> Any:
+        if name == "exchange":
+            factors = {dim[0]: ranks, dim[1]: 1 / ranks}
+            return x.update(shape=tuple(round(n * factors.get(d, 1)) for d, n in enumerate(x.shape)))
         size = {"all_gather": lambda n: n * ranks, "reduce_scatter": lambda n: n // ranks}
         size |= {"all_gather_replicated": size["all_gather"], "take": size["reduce_scatter"]}
         resize = size.get(name, lambda n: n)
@@ -103,12 +120,14 @@ def _define(name: str, primitive: Any) -> None:
     implementation = lambda x, axis_name, dim, ranks: _RUN[name](x, dim, ranks)
     mlir.register_lowering(primitive, mlir.lower_fun(implementation, multiple_results=False))
     # Every edge is linear, so its transpose alone defines both the JVP and the VJP.
-    ad.deflinear2(primitive, lambda ct, x, axis_name, dim, ranks: (_bind(_TRANSPOSE[name], ct, dim, ranks),))
+    back = lambda dim: dim[::-1] if name == "exchange" else dim
+    ad.deflinear2(primitive, lambda ct, x, axis_name, dim, ranks: (_bind(_TRANSPOSE[name], ct, back(dim), ranks),))
 
-    def batch_rule(args: Sequence[Any], dims: Sequence[int], axis_name: str, dim: int, ranks: int) -> tuple[Any, int]:
+    def batch_rule(args: Sequence[Any], dims: Sequence[int], axis_name: str, dim: Any, ranks: int) -> tuple[Any, int]:
         ((x,), (batch_dim,)) = args, dims
         # A batch dim at or before the edge's dim shifts that dim by one.
-        return _bind(name, x, dim + (batch_dim <= dim), ranks), batch_dim
+        shifted = tuple(d + (batch_dim <= d) for d in dim) if name == "exchange" else dim + (batch_dim <= dim)
+        return _bind(name, x, shifted, ranks), batch_dim
 
     batching.primitive_batchers[primitive] = batch_rule
 

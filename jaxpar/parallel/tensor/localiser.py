@@ -31,6 +31,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ...model import permutations
 from ...program import jaxpr as jx
 from ...program import primitives
 from . import edges
@@ -69,6 +70,10 @@ class LocalValue:
         if key not in self._conversions:
             self._conversions[key] = convert()
         return self._conversions[key]
+
+    def has(self, key: Any) -> bool:
+        """Return whether the conversion under `key` has been computed."""
+        return key in self._conversions
 
 
 Found = list[tuple[Any, int | None]]  # for each output: the rank's value, and the dim along which it is split
@@ -273,6 +278,26 @@ class Localiser:
         return outs
 
 
+class TensorLocaliser(Localiser):
+    """The rewriting for the ranks of `tensor`, which exchange parts along one dim for parts along another."""
+
+    always = ("all_to_all",)  # of a whole value, each rank sends a part
+
+    def _part(self, x: LocalValue, dim: int) -> jax.Array:
+        """Exchange a value that is split along another dim, unless it has been gathered before."""
+        if x.dim is None or x.has("whole"):
+            return super()._part(x, dim)
+        return edges.exchange(x.value, x.dim, dim, self.ranks)
+
+    def results(self, eqn: Any, inputs: Sequence[LocalValue], local_outputs: Found) -> list[LocalValue]:
+        """Describe the results of an equation; leaves that `overflow` takes beside tokens, and returns, stay leaves."""
+        outs = super().results(eqn, inputs, local_outputs)
+        if (route := permutations.of(eqn)) is not None:
+            for i, x in enumerate(outs):
+                x.weight |= route.outs[min(i, len(route.outs) - 1)] == "whole"
+        return outs
+
+
 def place(eqn: Any) -> str:
     """Describe an equation and its line in the user's code, for messages."""
     return f"{eqn.primitive.name} at {jx.where(eqn) or 'a function of JAX'}"
@@ -302,7 +327,7 @@ def localise(
       ValueError: when the function is traced, if a split dim is reshaped to one that `ranks` does not divide; with
         `sequence`, also if `ranks` does not divide the positions of an embedding.
     """
-    localiser = Localiser(ranks, sequence, rules)
+    localiser = TensorLocaliser(ranks, sequence, rules)
 
     def local_program(*values: Any) -> list[Any]:
         # JAX may trace the function several times; each trace reports anew.

@@ -5,9 +5,13 @@ They communicate over `tensor`:
     reduction      reduce the part, then over ranks              a sum: all-reduce; others: all-gather of the results
     dot_general    column-parallel: a free dim is split          no communication: the output is split
                    row-parallel: a contracted dim is split       all-reduce, or reduce-scatter with `sequence`
+                   of experts, [E, C, F/n] and [E, F/n, D]       with `sequence`, reduce-scatter along D
     gather         vocabulary-parallel: table [V/n, D]           zeros for other ranks' rows, then as row-parallel
+                   activations [T/n, D]                          all-to-all to [T, D/n]
+    all_to_all     of tokens over `expert`                       with `sequence`, of [.., D/n]
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ...program import factors
 from ...program import jaxpr as jx
 from ...program.primitives import having
 from . import edges
@@ -100,7 +105,13 @@ def _product(localiser: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Fo
     left, right = inputs
     # Only a product with a parameter ends a block, and joins the residual stream. Scores of attention do not.
     is_residual = eqn.primitive.name == "dot_general" and left.weight != right.weight
-    return [localiser.summed(value, shape_of(eqn), is_residual, eqn)]
+    shape = shape_of(eqn)
+    if is_residual and localiser.sequence and (num_batch_dims := len(eqn.params["dimension_numbers"][1][0])):
+        # A product of experts: its dim 1 is their slots, which tokens look up next. Split the features instead.
+        features = len(shape) - 1 if right.weight else num_batch_dims
+        if shape[features] % localiser.ranks == 0:
+            return [(edges.reduce_scatter(value, features, localiser.ranks), features)]
+    return [localiser.summed(value, shape, is_residual, eqn)]
 
 
 @rule("gather")
@@ -120,6 +131,8 @@ def _lookup(localiser: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Fou
     if indices.dim is not None or (fills and not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact)):
         return None
     shape = shape_of(eqn)
+    if not table.weight and (found := _lookup_of_features(localiser, eqn, inputs)):
+        return found
     batch_dims = [d for d in range(len(shape)) if d not in numbers.offset_dims]
     column = numbers.start_index_map.index(table.dim)
     size, local_size = table.shape[table.dim], table.shape[table.dim] // localiser.ranks
@@ -148,6 +161,43 @@ def _lookup(localiser: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Fou
         is_filled = filled.value if dim is None else localiser.part(filled, dim)
         value = jnp.where(is_filled, jnp.nan if fill is None else fill, value)
     return [(value, dim)]
+
+
+def _features(localiser: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> factors.Factor | None:
+    """Return the last factor that only the first input has, and that the ranks divide; None without one."""
+    x, *others = inputs
+    found = (f for f in factors.of(eqn) if f.ins[0] is not None and f.ins[1:] == (None,) * len(others))
+    return next((f for f in [*found][::-1] if x.shape[f.ins[0]] % localiser.ranks == 0), None)  # type: ignore[index]
+
+
+def _lookup_of_features(localiser: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
+    """Look up activations whose positions are split, as the dispatch of experts does: split features instead.
+
+    Returns:
+      The result, split along its features; None if they do not divide, or if the result is so small that its sum over
+      ranks sends less than an exchange of the table.
+    """
+    table, shape = inputs[0], shape_of(eqn)
+    factor = _features(localiser, eqn, inputs)
+    if factor is None or math.prod(table.shape) > 2 * math.prod(shape):
+        return None
+    return on_parts(localiser, eqn, inputs, factor)
+
+
+@rule("all_to_all")
+def _all_to_all(localiser: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
+    """Exchange each rank's part of the features of tokens. With whole values, all ranks would send the same bytes.
+
+    This also holds for values that are whole. The ranks of `tensor`, which gather the features where a product reads
+    them, are closer to one another than the ranks of `expert`.
+    """
+    (x,) = inputs
+    if x.dim is not None and (found := follow(localiser, eqn, inputs)):
+        return found
+    factor = _features(localiser, eqn, inputs)
+    if localiser.sequence and factor is not None and eqn.params["axis_name"] == "expert":
+        return on_parts(localiser, eqn, inputs, factor)
+    return [(jx.bind(eqn, [x.value])[0], None)] if x.dim is None else None
 
 
 def with_column(indices: jax.Array, column: int, values: jax.Array) -> jax.Array:

@@ -32,6 +32,7 @@ pytestmark = SHARED_BATCH
 FIRST = (
     ("capacity", "pipe=2,expert=4,microbatches=2"),  # "dropless" is beside context below, and in test_beside.py
     ("einsum", "expert=2,tensor=2"),
+    ("capacity", "expert=2,tensor=2,sequence=true,microbatches=2"),
 )
 BESIDE = (
     "expert=2",
@@ -42,6 +43,8 @@ BESIDE = (
     "expert=2,fsdp=2,data=2,remat=layer",
     "expert=2,fsdp=2,tensor=2",
     "expert=4,tensor=2",
+    "expert=2,fsdp=2,tensor=2,sequence=true,remat=layer",
+    "pipe=2,expert=2,tensor=2,sequence=true,microbatches=2",
     "pipe=2,expert=2,microbatches=2",
     "pipe=2,expert=2,fsdp=2,microbatches=2",
     "pipe=2,expert=2,tensor=2,microbatches=4",
@@ -121,6 +124,24 @@ def test_tokens_go_to_their_experts_and_back_forwards_and_backwards(remat: str, 
     buffer = cells.EXPERTS * rows * slots * cells.DIM * 4
     assert ledger.total(kind="all-to-all") == exchanges * cells.LAYERS * buffer
     assert ledger.total("sent", kind="all-to-all") == exchanges * cells.LAYERS * buffer * 3 // 4
+
+
+@pytest.mark.parametrize(("rows", "capacity"), [(4, 1.0), (8, 1.0), (4, 0.0)])
+def test_ranks_of_tensor_exchange_parts_of_features(rows: int, capacity: float) -> None:
+    """Each sent whole buffers, and summed them over `tensor`: a quarter of a step of Grok's sizes. One row of a
+    microbatch keeps its positions split; of two rows the positions are gathered.
+    """
+    model = named("mixtral-tiny", capacity=capacity)
+    step = jp.make_train_step(model.model, optax.sgd(0.1), "expert=4,tensor=2,sequence=true")
+    batch = {"tokens": np.random.default_rng(0).integers(0, 256, (rows, 65)).astype(np.int32)}
+    ledger, config = Ledger.from_jaxpr(step.trace(batch), step.mesh), model.config
+    buffer = rows // 4 * 64 * 2 * 128 * 4  # two choices of each token, 128 features of 4 bytes
+    if capacity:  # without one there are more slots, and tokens beyond them
+        assert ledger.total(kind="all-to-all", axes=("expert",)) == 4 * config.layers * buffer // 2
+    # No all-reduce over `tensor` is as large as a buffer of one layer.
+    sums = [c for c in ledger if c.kind == "all-reduce" and c.axes == ("tensor",) and not c.conditional]
+    assert sum(c.bytes for c in sums) < buffer
+    assert jp.verify(model.model, "expert=4,tensor=2,sequence=true", batch).ok
 
 
 def test_experts_that_drop_nothing_are_exchanged_too() -> None:

@@ -141,6 +141,7 @@ CASES: dict[str, Callable[[Any, Any], Any]] = {
     "matmul both": lambda x, y: jnp.einsum("abc,adc->abd", x, x) @ y,
     "matmul outer": lambda x, y: jnp.einsum("abc,def->ad", x, x * y),
     "matmul transposed": lambda x, y: jnp.einsum("abc,cd->dab", x, y[0].T @ y[1]),
+    "split two ways": lambda x, y: (lambda m: (m * m.T).sum() * y)(jnp.sin(x[0].T @ y[0])),
     "take": lambda x, y: sum(jnp.take(x, INDEX % 4, a).sum() for a in range(3)) * y + x[INDEX].sum((0, 1)),
     "take of every place": lambda x, y: sum(jnp.take(x, np.arange(x.shape[a]), a) * y for a in range(3)),
     "take clipped": lambda x, y: sum(jnp.take(x, FAR, a, mode="clip").sum() for a in range(3)) * y,
@@ -287,6 +288,17 @@ def test_rules(results: tuple[dict[str, Any], dict[str, Any]]) -> None:
             if not np.allclose(b, a, rtol=2e-5, atol=tolerance, equal_nan=True):
                 wrong[name] = float(np.abs(b - a).max())
     assert not wrong
+
+
+def test_a_value_that_is_split_two_ways_is_exchanged() -> None:
+    """It was gathered: as many times the bytes as there are ranks."""
+    x, y = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (X, Y))
+    flat, _ = jx.trace(whole_loss("split two ways"), x, y)
+    fun, _ = localise(flat, [2, None], ["x", "y"], RANKS, False, RULES)
+    local, _ = jx.trace(fun, jax.ShapeDtypeStruct((4, 6, 4), jnp.float32), y, axes={"tensor": RANKS})
+    edges = [e.primitive.name for e in local.eqns if e.primitive.name.startswith("tensor_")]
+    assert "tensor_exchange" in edges
+    assert not {"tensor_all_gather", "tensor_all_gather_replicated"} & {*edges}
 
 
 STAY = ("while", "while of rows", "matrices", "transforms", "best of several", "bits", "special functions")
