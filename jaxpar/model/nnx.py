@@ -30,6 +30,7 @@ from .module_arrays import ArrayTree, hidden_values
 from .paths import keys_of
 
 Modules = Iterable[tuple[tuple[Any, ...], nnx.Module]]  # path and module, as `nnx.iter_modules` yields them
+_MODES = ("deterministic", "use_running_average")  # attributes that `train()` and `eval()` of a module set
 _OF_LINEN = "a Linen module; use jp.from_linen(Net(...), loss, batch), whose loss gets apply"
 
 
@@ -238,10 +239,12 @@ def _warn_changed(old_numbers: Mapping[str, Any], new_numbers: Mapping[str, Any]
     """Warn of plain numbers that the loss has changed: the traced program always reads the old ones."""
     for name, value in old_numbers.items():
         if (new_value := new_numbers.get(name, value)) != value:
+            advice = "keep it in a variable, nnx.Variable(jnp.zeros(())), and assign to its [...]"
+            if name.rpartition("/")[2] in _MODES:
+                advice = "call train() in the function that makes the module; evaluate calls eval()"
             warnings.warn(
                 f"the loss changes {name}, a plain Python attribute, from {value} to {new_value}; a step's program is "
-                f"traced once, so that every step reads {value}; keep it in a variable, nnx.Variable(jnp.zeros(())), "
-                "and assign to its [...]",
+                f"traced once, so that every step reads {value}; {advice}",
                 stacklevel=2,
             )
 

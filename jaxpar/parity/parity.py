@@ -33,7 +33,7 @@ from .reference import Reference
 
 _SCALE_TEXTS = {  # `Difference.scale` -> how it prints
     "leaf": "its largest element",
-    "tree": "1/1000 of the largest element of all leaves, since it is almost zero",
+    "tree": "1/1000 of the largest element of all leaves, because this leaf is almost zero",
     "terms": "the terms that cancel in it",
 }
 

@@ -40,7 +40,7 @@ from jax import lax
 
 from ..program.buffers import scan
 from ..program.walk import visit
-from .iteration import Body, Iteration, exchanges_activations, hold
+from .iteration import Body, Iteration, exchanges_activations, hold, may_exchange
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,12 @@ class LayerLoop:
 
     def run(self) -> Any:
         """Run the loop, and return its result."""
-        reordered = {"sends_ahead": _in_windows, "copies_ahead": _spread, "fills": _filled}
-        body = next((reorder(self.body) for flag, reorder in reordered.items() if getattr(self, flag)), self.body)
+        reorders = {
+            _in_windows: self.sends_ahead,
+            _spread: self.copies_ahead,
+            _filled: self.fills and may_exchange(),
+        }
+        body = next((reorder(self.body) for reorder, is_used in reorders.items() if is_used), self.body)
         return self.result(*_scan(body, self.init, self.xs, self.length, self.reverse))
 
     def beside(self, other: "LayerLoop") -> tuple[Any, Any]:

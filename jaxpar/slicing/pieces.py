@@ -28,7 +28,6 @@ from ..program.buffers import scan
 from .access import Access, Gradient, Sender
 from .flights import InFlight, Lookahead
 from .halves import WeightGradResiduals, merge, pick
-from .iteration import may_exchange
 from .layer_access import LayerAccess, identity_cotangents, select
 from .loop import LayerLoop
 from .slices import Slice
@@ -331,14 +330,13 @@ class Stack:
             return (*results, dataclasses.replace(flight, weights=prefetched))
 
         last_layer = self.length - 1 - self._first_layer
-        device_copies = layers.copy_from_host(last_layer)
         stacked, host_values = None, None
         if isinstance(saved, Saved):
             stacked, host_values = saved.without_host_values, saved.copied_from_host(self._clip(last_layer))
-        state = (ct_carry, ct_consts, totals, lookahead and lookahead.flight, host_values, device_copies)
+        in_flight = lookahead and lookahead.flight, host_values, layers.copy_from_host(last_layer)
+        state = (ct_carry, ct_consts, totals, *in_flight)
         scanned, ahead = (stacked, xs, ct_ys, layers.is_real), (lookahead is not None, layers.is_on_host)
-        fills = may_exchange()
-        return LayerLoop(backward_layer, state, scanned, self.length, not self.reverse, result, *ahead, fills)
+        return LayerLoop(backward_layer, state, scanned, self.length, not self.reverse, result, *ahead, fills=True)
 
     def backward_inputs(
         self,

@@ -235,6 +235,34 @@ def test_a_plain_number_that_the_loss_changes_is_warned_of() -> None:
     assert float(jax.tree.leaves(state.variables)[0]) == 1
 
 
+class Moded(Net):
+    def __init__(self, rngs: nnx.Rngs):
+        super().__init__(rngs)
+        self.drop = nnx.Dropout(0.1, rngs=rngs)
+
+    def write(self, x: jax.Array) -> None:
+        self.train()
+
+
+def test_a_mode_belongs_into_the_function_that_makes_the_module() -> None:
+    """The advice was a variable, which does not fit a module's mode."""
+
+    def make(rngs: nnx.Rngs, trains: bool) -> Moded:
+        net = Moded(rngs)
+        net.train() if trains else net.eval()
+        return net
+
+    step = jp.make_train_step(jp.from_nnx(lambda rngs: make(rngs, False), loss), optax.sgd(0.1), "single")
+    with pytest.warns(
+        UserWarning, match="drop/deterministic, .* from True to False; .*; call train[(][)] in the function"
+    ):
+        step.traced(BATCH)
+    step = jp.make_train_step(jp.from_nnx(lambda rngs: make(rngs, True), loss), optax.sgd(0.1), "single")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step.traced(BATCH)
+
+
 def test_a_write_is_placed_in_a_file_whose_path_has_spaces(tmp_path: Path) -> None:
     """Reading its line ended in `not enough values to unpack`."""
     (tmp_path / "my models").mkdir()
