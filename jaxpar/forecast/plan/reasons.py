@@ -43,15 +43,16 @@ def likely_seconds(strategy: Strategy, estimate: Estimate, lines: Sequence[Line]
     It is the fastest line that uses the same axes, or else the fastest. Its kernels take longer than their closed form
     by some factor, and waits for communication exceed theirs by a share of all that is sent.
     """
-    known = [line for line in lines if line.estimate]
-    alike = [line for line in known if _axes(line.strategy) == _axes(strategy)]
-    line = min(alike or known, key=lambda line: line.seconds)
-    own = line.estimate
-    assert own is not None
+    estimated_lines = [line for line in lines if line.estimate]
+    lines_on_same_axes = [line for line in estimated_lines if _axes(line.strategy) == _axes(strategy)]
+    line = min(lines_on_same_axes or estimated_lines, key=lambda line: line.seconds)
+    of_line = line.estimate
+    assert of_line is not None
     kernels = line.prediction["compute"]
-    waits = max(0.0, line.seconds - kernels - (own.seconds - own.compute)) / own.sent if own.sent else 0.0
+    exposed_of_line = of_line.seconds - of_line.compute
+    waits = max(0.0, line.seconds - kernels - exposed_of_line) / of_line.sent if of_line.sent else 0.0
     exposed = estimate.seconds - estimate.compute
-    return kernels / own.compute * estimate.compute + exposed + waits * estimate.sent, line
+    return kernels / of_line.compute * estimate.compute + exposed + waits * estimate.sent, line
 
 
 def is_relief(strategy: Strategy, best: Line, usable: int) -> bool:
