@@ -92,6 +92,8 @@ def possible(name: str, text: str, way: str) -> bool:
         return False
     if (name == "class_token" and "sequence" in text) or (name == "streams" and "pipe" in text):
         return False  # positions that tensor ranks do not divide, or that go to others than the next rank
+    if name == "class_token" and "pipe" in text and ranks == 4:
+        return False  # the first position shifts all others, from rank to rank
     tensor = 2 if "tensor" in text else 1
     heads, groups = (n // tensor for n in {"llama_gqa": (8, 4), "mixture": (4, 2)}.get(name, (4, 4)))
     if way == "ulysses" and heads % ranks:
