@@ -296,7 +296,7 @@ def _logits_remarks(step: Step, notes: Notes) -> Iterator[str]:
         if logits.chunks > 1:
             # The last chunk may be smaller; report the size of a full one.
             chunk_bytes = 4 * -(-logits.tokens // logits.chunks) * logits.words
-            yield f"{prefix}made {logits.chunks} times a part of them, {size(chunk_bytes)}, and again in the backward."
+            yield f"{prefix}made in {logits.chunks} parts of {size(chunk_bytes)}, and again in the backward."
         else:
             yield f"{prefix}whole: {logits.why}."
     for line, table in notes.picks.items():
