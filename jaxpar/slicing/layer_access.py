@@ -13,14 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..program import jaxpr as jx
 from ..program.buffers import is_on_host, on_device, uninitialized, zeros_after
-from ..program.collectives import KINDS
 from .access import Access
 from .halves import pick
 from .slices import Slice
-
-_SUMS = (*KINDS["all-reduce"], *KINDS["reduce-scatter"])
 
 
 @dataclass(frozen=True)
@@ -150,23 +146,6 @@ class LayerAccess:
                 put = s.write if overwrite else s.add
                 totals[s.leaf] = put(totals[s.leaf], grad, layer)
         return totals
-
-    def summed_dtypes(self, shapes: Sequence[jax.ShapeDtypeStruct]) -> list[jnp.dtype | None]:
-        """Return, for each slice, the dtype in which `give` sums a layer's gradient over ranks; None without a sum.
-
-        A gradient that is only added to the others of this rank is read once in any case, and is smaller as it is.
-
-        Args:
-          shapes: the whole layer of each slice.
-        """
-
-        def summed_dtype(leaf: int, x: jax.ShapeDtypeStruct) -> jnp.dtype | None:
-            if not jnp.issubdtype(x.dtype, jnp.inexact):
-                return None
-            flat, _ = jx.trace(lambda ct: self.access.give(leaf, ct, True), x)
-            return flat.outvars[0].aval.dtype if jx.communicates(flat.eqns, _SUMS) else None
-
-        return [summed_dtype(s.leaf, x) for s, x in zip(self.slices, shapes, strict=True)]
 
     def _new_grads(self, layer_slice: Slice, after: jax.Array, num_written: int) -> jax.Array | None:
         """Return a buffer for the gradients that the layers will give; None if they give none.

@@ -8,7 +8,7 @@ both and then wait for both. `LayerLoop.beside` therefore makes the two loops al
     first           C0       C1       C2               C2 those that send results of C1
     sends       other  first    other    first         each overlaps with the computation that follows it
 
-An exchange is an all-to-all, or a collective of activations over `tensor`, `context` or `expert`.
+An exchange is an all-to-all, or a collective of activations over `tensor`.
 
 A backward alone has compute for its exchanges too: gradients of weights, which no exchange needs. XLA would compute
 most of them at the end. `LayerLoop.run` puts them alongside exchanges:
@@ -94,8 +94,8 @@ class LayerLoop:
             other_iteration = other.length - 1 - iteration if is_opposite else iteration
             other_x = row(other.xs, other_iteration)
             (self_carry, y), (other_carry, other_y) = _alternate(
-                Iteration(self.body, carry[0], iteration, x, remats=_hides_exchanges),
-                Iteration(other.body, carry[1], other_iteration, other_x, remats=_hides_exchanges),
+                Iteration(self.body, carry[0], iteration, x),
+                Iteration(other.body, carry[1], other_iteration, other_x),
             )
             return (self_carry, other_carry), (y, other_y)
 
@@ -150,6 +150,8 @@ def _filled(body: Body) -> Body:
 
     def filled(carry: Any, iteration: Any, x: Any) -> Any:
         steps = Iteration(body, carry, iteration, x, remats=_hides_exchanges)
+        if not steps.gains_from_fillers:
+            return body(carry, iteration, x)
         while needed := steps.before_exchanges:
             steps.compute(needed)
             steps.send_beside(steps, steps.fillers())

@@ -280,10 +280,6 @@ class Stack:
         """
         totals, accumulate = layers.accumulators(into, cotangents[0])
         (consts, _, xs), (ct_carry, ct_consts, ct_ys) = self.parts(inputs), self._initial_cotangents(inputs, cotangents)
-        # A gradient that waits for the next iteration is smaller in its own dtype, in which the loop carries it.
-        dtypes = layers.summed_dtypes(self.unit.shapes)
-        if lookahead is not None:
-            dtypes = lookahead.flight.split(dtypes)[1]
         traced_reads: list[Sequence[bool]] = []  # which leaves the backward reads: known once it is traced
 
         def backward_layer(state: Any, iteration: Any, scanned: Any) -> tuple[Any, Any]:
@@ -298,7 +294,7 @@ class Stack:
             # 2. Fetch the weights that the backward reads, and pull the cotangents back.
             # The carry's value, where the backward needs it, is inside `saved`.
             layer_inputs = [*consts, *([None] * self.num_carry), *xs]
-            reads, pull_back = self.unit.backward(layer_inputs, layer_saved, [*ct_carry, *ct_ys], dtypes)
+            reads, pull_back = self.unit.backward(layer_inputs, layer_saved, [*ct_carry, *ct_ys])
             traced_reads[:] = [reads]
             full = layers.fetch(layers.start + iteration, reads, flight and flight.weights, device_copies)
             ct_full, ct_in = pull_back(full)

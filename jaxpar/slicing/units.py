@@ -133,23 +133,22 @@ class Unit:
         return Forward(num_outputs, flat.consts, run, pull, choices, tuple(is_on_host))
 
     def backward(
-        self, inputs: Sequence[Any], saved: "Saved", cotangents: Sequence[Any], dtypes: Sequence[Any] = ()
+        self, inputs: Sequence[Any], saved: "Saved", cotangents: Sequence[Any]
     ) -> tuple[tuple[bool, ...], Callable[..., tuple[list[Any], list[Any]]]]:
         """Return which leaves the backward reads, and the backward as a function of them.
 
         Args:
           inputs: the inputs of the forward; those that are not held may be None.
           cotangents: one for each active output.
-          dtypes: the dtype of each leaf's cotangent; None for the leaf's own. Matmuls return wider dtypes themselves.
 
         Returns:
           A bool for each leaf, and `pull_back(whole leaves that it reads, after)`. This function returns the cotangents
           of all leaves (None for integers) and of the active inputs. Its large constants cannot exist before `after`.
         """
         operands = (pick(self.held, inputs), saved.values, list(cotangents))
-        kind = (_trace_key(*operands), *dtypes)
+        kind = _trace_key(*operands)
         if (backward := saved.forward.backwards.get(kind)) is None:
-            backward = self._trace_backward(saved.forward, *operands, dtypes=dtypes)
+            backward = self._trace_backward(saved.forward, *operands)
             if not any(isinstance(x, Tracer) for x in backward[0].consts):
                 saved.forward.backwards[kind] = backward
         flat, eqns, reads, tree = backward
@@ -181,13 +180,7 @@ class Unit:
         return halves
 
     def _trace_backward(
-        self,
-        forward: "Forward",
-        held_inputs: Any,
-        values: Any,
-        cotangents: Any,
-        remats: bool = False,
-        dtypes: Sequence[Any] = (),
+        self, forward: "Forward", held_inputs: Any, values: Any, cotangents: Any, remats: bool = False
     ) -> tuple[Any, ...]:
         """Return the backward's program, its equations, which leaves they read, and the tree of its results."""
         floats = [jnp.issubdtype(x.dtype, jnp.inexact) for x in self.shapes]
@@ -203,15 +196,11 @@ class Unit:
             _, pull_weights, weights = jax.vjp(active_weights, pick(floats, full), has_aux=True)
             ct_weights, ct_inputs = forward.pull(values, weights, held_inputs)(cotangents)
             (ct_full,) = pull_weights(ct_weights)
-            ct_full = merge(floats, ct_full, [None] * len(full))
-            for i, dtype in enumerate(dtypes):
-                ct_full[i] = ct_full[i] if dtype is None else ct_full[i].astype(dtype)
-            return ct_full, ct_inputs
+            return merge(floats, ct_full, [None] * len(full)), ct_inputs
 
         flat, results = jx.trace(pull, list(self.shapes), held_inputs, values, cotangents, remats=remats)
         # `pull` takes all leaves, but most backwards read only some of them: only these are fetched again.
-        eqns = widened(oriented(flat.eqns, flat.outvars), flat.outvars) if dtypes else oriented(flat.eqns, flat.outvars)
-        eqns = jx.live(by_exponentials(eqns, flat.outvars), flat.outvars)
+        eqns = jx.live(by_exponentials(oriented(flat.eqns, flat.outvars), flat.outvars), flat.outvars)
         read_vars = set(jx.free(eqns, flat.outvars))
         reads = tuple(v in read_vars for v in flat.invars[: len(self.shapes)])
         return flat, eqns, reads, jax.tree.structure(results)
@@ -321,29 +310,3 @@ def oriented(eqns: Sequence[Any], outvars: Iterable[Any] = ()) -> list[Any]:
         return product.replace(invars=product.invars[::-1], outvars=list(eqn.outvars), params=params)
 
     return [orient(eqn) for eqn in eqns]
-
-
-def widened(eqns: Sequence[Any], outvars: Iterable[Any]) -> list[Any]:
-    """Write every result that is a `dot_general` cast to a wider dtype as a `dot_general` of that dtype.
-
-    A product's sums are in float32 in any case. So the cast, which reads and writes the gradient once more, is not
-    needed, and nothing is rounded. A product that another equation reads too stays.
-    """
-    num_reads = collections.Counter(v for eqn in eqns for v in eqn.invars if not jx.is_literal(v))
-    products = {eqn.outvars[0]: eqn for eqn in eqns if eqn.primitive.name == "dot_general"}
-    results = {v for v in outvars if not jx.is_literal(v)}
-
-    def widen(eqn: Any) -> Any:
-        is_cast = eqn.primitive.name == "convert_element_type" and eqn.outvars[0] in results
-        product = products.get(eqn.invars[0]) if is_cast and not jx.is_literal(eqn.invars[0]) else None
-        if product is None or num_reads[eqn.invars[0]] > 1 or eqn.invars[0] in results:
-            return eqn
-        dtype, params = eqn.outvars[0].aval.dtype, product.params
-        is_wider = jnp.promote_types(eqn.invars[0].aval.dtype, dtype) == dtype
-        return (
-            product.replace(outvars=eqn.outvars, params={**params, "preferred_element_type": dtype})
-            if is_wider
-            else eqn
-        )
-
-    return [widen(eqn) for eqn in eqns]

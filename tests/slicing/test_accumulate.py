@@ -1,4 +1,4 @@
-"""How the gradients of layers accumulate over microbatches: where products write them, and that sums are in place."""
+"""The gradients of layers accumulate over microbatches in place."""
 
 import re
 
@@ -10,10 +10,7 @@ import pytest
 import jaxpar as jp
 from jaxpar.hardware import target
 from jaxpar.models import named
-from jaxpar.program import jaxpr as jx
-from jaxpar.program.walk import visit
 from jaxpar.slicing.slices import Slice
-from jaxpar.slicing.units import widened
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
@@ -43,29 +40,3 @@ def test_a_layer_of_a_chunk_is_added_in_place() -> None:
     ]
     assert kernels
     assert all(re.search(re.escape(f"f32[1,{gate}") + r"\S* dynamic-slice\(", kernel) for kernel in kernels)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "products"), [("fsdp=2", 7), ("fsdp=2,reduce=compute", 0), ("data=2", 0), ("fsdp=2,prefetch=1", 0)]
-)
-def test_products_return_the_dtype_in_which_gradients_are_summed(strategy: str, products: int) -> None:
-    """A cast of every gradient from bf16 was 1% of a step. Where ranks do not sum in the loop, bf16 is fewer bytes."""
-    model = named("llama-tiny")
-    text = f"{strategy},precision=bf16,microbatches=2"
-    step = jp.make_train_step(model.model, optax.sgd(0.1), text, mesh=jax.devices()[:2])
-    dots = [e for e, _ in visit(step.trace(model.example(4, 16)).jaxpr.eqns) if e.primitive.name == "dot_general"]
-    wide = [e for e in dots if (e.invars[0].aval.dtype, e.outvars[0].aval.dtype) == (jnp.bfloat16, jnp.float32)]
-    # Two more are the model's own: the logits, and their cotangent's product.
-    assert len(wide) == products + 2
-
-
-def test_only_results_are_widened() -> None:
-    def fun(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        product, shared = a @ b, a @ (b + 1)
-        return product.astype(jnp.float32), shared.astype(jnp.float32), shared
-
-    x = jax.ShapeDtypeStruct((4, 4), jnp.bfloat16)
-    flat, _ = jx.trace(fun, x, x)
-    eqns = jx.live(widened(flat.eqns, flat.outvars), flat.outvars)
-    dtypes = [e.outvars[0].aval.dtype for e in eqns if e.primitive.name == "dot_general"]
-    assert sorted(map(str, dtypes)) == ["bfloat16", "float32"]
