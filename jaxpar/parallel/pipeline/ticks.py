@@ -23,10 +23,10 @@ its results are dropped.
 
 The prologue (an embedding) runs before the first tick, and its backward after the last (`early_prologue.py`). Masks and
 positions are computed on every rank, for the microbatch of its tick, so that messages hold the residual stream alone.
-The epilogue (norm, head, loss) and its backward follow as soon as a microbatch leaves the last
-layer. If a microbatch's rows divide among the ranks, each rank takes its part: the head of a large vocabulary on the
-last rank alone would delay all of them. Parameters of prologue and epilogue belong to no stage. Their gradients are
-summed over `pipe`, which is right whichever ranks used them, tied parameters included.
+The epilogue (norm, head, loss) and its backward follow as soon as a microbatch leaves the last layer. If a microbatch's
+rows divide among the ranks, each rank takes its part: the head of a large vocabulary on the last rank alone would delay
+all of them. Parameters of prologue and epilogue belong to no stage. Their gradients are summed over `pipe`, which is
+right whichever ranks used them, tied parameters included.
 
 Plain JAX versions to read first: `experiments/naive/gpipe.py`, `experiments/naive/one_f_one_b.py`.
 """

@@ -131,8 +131,8 @@ def _lookup(localiser: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Fou
     if indices.dim is not None or (fills and not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact)):
         return None
     shape = shape_of(eqn)
-    if not table.weight and (found := _lookup_of_features(localiser, eqn, inputs)):
-        return found
+    if not table.weight and (features := _lookup_of_features(localiser, eqn, inputs)):
+        return features
     batch_dims = [d for d in range(len(shape)) if d not in numbers.offset_dims]
     column = numbers.start_index_map.index(table.dim)
     size, local_size = table.shape[table.dim], table.shape[table.dim] // localiser.ranks
@@ -165,9 +165,9 @@ def _lookup(localiser: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Fou
 
 def _features(localiser: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> factors.Factor | None:
     """Return the last factor that only the first input has, and that the ranks divide; None without one."""
-    x, *others = inputs
-    found = (f for f in factors.of(eqn) if f.ins[0] is not None and f.ins[1:] == (None,) * len(others))
-    return next((f for f in [*found][::-1] if x.shape[f.ins[0]] % localiser.ranks == 0), None)  # type: ignore[index]
+    x, *other_inputs = inputs
+    own_factors = [f for f in factors.of(eqn) if f.ins[0] is not None and f.ins[1:] == (None,) * len(other_inputs)]
+    return next((f for f in own_factors[::-1] if x.shape[f.ins[0]] % localiser.ranks == 0), None)  # type: ignore[index]
 
 
 def _lookup_of_features(localiser: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
@@ -192,8 +192,8 @@ def _all_to_all(localiser: Localiser, eqn: Any, inputs: Sequence[LocalValue]) ->
     them, are closer to one another than the ranks of `expert`.
     """
     (x,) = inputs
-    if x.dim is not None and (found := follow(localiser, eqn, inputs)):
-        return found
+    if x.dim is not None and (results := follow(localiser, eqn, inputs)):
+        return results
     factor = _features(localiser, eqn, inputs)
     if localiser.sequence and factor is not None and eqn.params["axis_name"] == "expert":
         return on_parts(localiser, eqn, inputs, factor)
