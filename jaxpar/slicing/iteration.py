@@ -18,6 +18,7 @@ from ..program.primitives import PRODUCTS
 _EXCHANGE_AXES = ("tensor", "context", "expert")
 _TENSOR_KINDS = ("all-gather", "all-reduce", "reduce-scatter")
 _AHEAD_KINDS = ("reduce-scatter", "all-gather", "all-reduce")  # kinds of collectives for other iterations
+_AHEAD_PRIMITIVES = [name for name, kind in PRIMITIVES.items() if kind in _AHEAD_KINDS]
 
 Body = Callable[[Any, Any, Any], tuple[Any, Any]]  # `body(carry, iteration, x)` returns the carry and a y
 
@@ -243,15 +244,15 @@ class Iteration:
     def gains_from_fillers(self) -> bool:
         """Whether fillers should be computed alongside the exchanges.
 
-        If the iteration has other collectives, such as reductions of gradients, these would lose the compute that they
+        If the iteration also gathers weights or reduces gradients, these collectives would lose the compute that they
         overlap with: a 405B with ZeRO-2 in a pipeline took 2% longer by `predict`. All-to-alls gain nevertheless: a
         step of a mixture took 5% less.
         """
         kinds = {PRIMITIVES.get(eqn.primitive.name) for eqn in self._todo if self._is_exchange(eqn)}
-        has_other_collectives = any(
-            jx.communicates([eqn], PRIMITIVES) and not self._is_exchange(eqn) for eqn in self._todo
+        shards_params = any(
+            jx.communicates([eqn], _AHEAD_PRIMITIVES) and not self._is_exchange(eqn) for eqn in self._todo
         )
-        return "all-to-all" in kinds or not has_other_collectives
+        return "all-to-all" in kinds or not shards_params
 
     @property
     def before_exchanges(self) -> set[int]:
