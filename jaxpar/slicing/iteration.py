@@ -67,13 +67,13 @@ class Iteration:
         self._is_exchange = lambda eqn: id(eqn) in exchanges
         windows: list[list[list[Any]]] = [[] for _ in range(max(level.values(), default=0) + 1)]
 
-        # 2. Place the collectives, largest first, those that come last behind the others.
+        # 2. Place the collectives: turn after turn, and the largest of a turn first.
         flops = _flops_by_window([e for e in self._todo if not level.keys().isdisjoint(e.outvars)], level, exchanges)
         size = lambda eqns: sum(jx.nbytes(v) for e in eqns for v in (*e.invars, *e.outvars))
         # Empty windows with products come first, then windows with more of them, then later ones.
         preference = lambda i: (flops[i] > 0 and not windows[i], flops[i], i)
-        for (is_last, kind, _), eqns in sorted(ahead.items(), key=lambda item: (item[0][0], -size(item[1]))):
-            first = max((i for i, window in enumerate(windows) if window), default=0) if is_last else 0
+        for (turn, kind, _), eqns in sorted(ahead.items(), key=lambda item: (item[0][0], -size(item[1]))):
+            first = max((i for i, window in enumerate(windows) if window), default=0) if turn else 0
             best = max(range(first, len(windows)), key=preference)
             windows[min(_AHEAD_KINDS.index(kind), len(windows) - 1) if is_cut else best].append(eqns)
         return windows
@@ -86,26 +86,29 @@ class Iteration:
 
         Returns:
           The level of each value of this iteration, which is the number of exchanges that it waits for; the level at
-          which each exchange, by id, starts; and the collectives for other iterations, by whether they come last, kind
-          and axes.
+          which each exchange, by id, starts; and the collectives for other iterations, by turn, kind and axes. The
+          collectives of a turn may need results of earlier turns.
         """
         inputs = lambda eqn: [v for v in eqn.invars if not jx.is_literal(v)]
         needed = self._needed_for_products()
         level: dict[Any, int] = {}
-        sent_vars: set[Any] = set()  # results of collectives for other iterations, and what follows from them
+        # The turn after the collectives for other iterations on which a value depends.
+        next_turn: dict[Any, int] = {}
         ahead: dict[Any, list[Any]] = {}
         exchanges: dict[int, int] = {}
         for eqn in self._todo:
             eqn_level = max((level.get(v, 0) for v in inputs(eqn)), default=0)
-            kind, follows = PRIMITIVES.get(eqn.primitive.name), not sent_vars.isdisjoint(inputs(eqn))
+            kind = PRIMITIVES.get(eqn.primitive.name)
+            turn = max((next_turn.get(v, 0) for v in inputs(eqn)), default=0)
             # A collective serves another iteration if it waits for no exchange and no product here needs it.
             is_unneeded = not eqn_level and kind in _AHEAD_KINDS and needed.isdisjoint(eqn.outvars)
             # So does a collective of such a collective's result: an all-reduce behind a reduce-scatter.
-            if (follows and kind in _AHEAD_KINDS) or is_unneeded:
-                ahead.setdefault((follows or kind == _AHEAD_KINDS[-1], kind, axes_of(eqn)), []).append(eqn)
-                sent_vars.update(eqn.outvars)
-            elif follows:
-                sent_vars.update(eqn.outvars)
+            if (turn and kind in _AHEAD_KINDS) or is_unneeded:
+                turn = max(turn, int(kind == _AHEAD_KINDS[-1]))
+                ahead.setdefault((turn, kind, axes_of(eqn)), []).append(eqn)
+                next_turn.update(dict.fromkeys(eqn.outvars, turn + 1))
+            elif turn:
+                next_turn.update(dict.fromkeys(eqn.outvars, turn))
             else:
                 if id(eqn) in cuts or jx.communicates([eqn], PRIMITIVES):
                     exchanges[id(eqn)] = eqn_level

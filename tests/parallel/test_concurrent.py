@@ -23,36 +23,55 @@ from jaxpar.program.walk import visit
 
 pytestmark = tensor_cells.SHARED_BATCH
 
-BATTERY = pytest.mark.battery
+CHOSEN_CELLS = [
+    Cell("scanned", 2, "microbatches=2,concurrent=2", True, "layer"),
+    Cell("linen", 2, "fsdp=2,microbatches=4,concurrent=2", True, "dots"),  # with dropout
+    # One all-reduce in a layer, at its end: it looked like a collective for another iteration, of both microbatches.
+    Cell("function", 2, "fsdp=2,microbatches=2,prefetch=1,concurrent=2", False, "none"),
+]
+CHOSEN_BESIDE = [
+    (expert_cells, "dropless", "expert=2,fsdp=2,microbatches=2,concurrent=2"),
+    (context_cells, "llama_gqa", "context=2,microbatches=2,concurrent=2,attention=ring"),
+]
 
 
-@pytest.mark.parametrize(
-    "cell",
-    [
-        Cell("scanned", 2, "microbatches=2,concurrent=2", True, "layer"),
-        Cell("linen", 2, "fsdp=2,microbatches=4,concurrent=2", True, "dots"),  # with dropout
-        pytest.param(Cell("function", 2, "fsdp=2,zero=1,microbatches=2,concurrent=2", True, "none"), marks=BATTERY),
-    ],
-    ids=lambda cell: "-".join(map(str, cell)),
-)
+def all_cells() -> list[Any]:
+    """Return the battery's cells of tensor parallelism with microbatches and no pipeline, two microbatches at once."""
+    beside = "fsdp=2,microbatches=2,prefetch=1"
+    cells = [cell._replace(beside=f"{beside},concurrent=2") for cell in tensor_cells.product() if cell.beside == beside]
+    return [pytest.param(cell, marks=pytest.mark.battery) for cell in cells if cell not in CHOSEN_CELLS]
+
+
+def all_experts_and_contexts() -> list[Any]:
+    """Return every mixture, and every model with a context by every way of attention, two microbatches at once."""
+    expert_axes = ("expert=4,fsdp=2,zero=1", "expert=2,fsdp=2,zero=2", "expert=2,tensor=2,remat=layer")
+    cells: list[Any] = [(expert_cells, name, axes) for name in expert_cells.FORMS for axes in expert_axes]
+    for name in context_cells.MODELS:
+        ways = ("auto",) if name in context_cells.BY_AUTO else ("gather", "ulysses", "ring")
+        cells += [(context_cells, name, f"context=2,fsdp=2,zero=2,attention={way}") for way in ways]
+    return [
+        pytest.param(module, name, f"{axes},microbatches=2,concurrent=2", marks=pytest.mark.battery)
+        for module, name, axes in cells
+    ]
+
+
+@pytest.mark.parametrize("cell", [*CHOSEN_CELLS, *all_cells()], ids=lambda cell: "-".join(map(str, cell)))
 def test_tensor_and_sequence(cell: Cell) -> None:
     tensor_cells.check_cell(cell)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("cells", "name", "text"),
-    [
-        (expert_cells, "dropless", "expert=2,fsdp=2,microbatches=2,concurrent=2"),
-        (context_cells, "llama_gqa", "context=2,microbatches=2,concurrent=2,attention=ring"),
-        pytest.param(
-            expert_cells, "ragged", "expert=2,tensor=2,microbatches=2,concurrent=2,remat=layer", marks=BATTERY
-        ),
-        pytest.param(context_cells, "encoder_decoder", "context=2,data=2,microbatches=2,concurrent=2", marks=BATTERY),
-    ],
-)
+@pytest.mark.parametrize(("cells", "name", "text"), [*CHOSEN_BESIDE, *all_experts_and_contexts()])
 def test_experts_and_contexts(cells: ModuleType, name: str, text: str) -> None:
     cells.check_cell(name, text)
+
+
+@pytest.mark.battery
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3", "hsdp"])
+@pytest.mark.parametrize("name", [name for name in ZOO if "resnet" not in name])  # statistics go from one to the next
+def test_data_parallel(name: str, strategy: str) -> None:
+    entry = ZOO[name]()
+    assert jp.verify(entry.model, f"{strategy},microbatches=2,concurrent=2", entry.batch).ok
 
 
 def test_a_layer_is_fetched_once_for_all() -> None:

@@ -90,7 +90,7 @@ def possible(name: str, text: str, way: str) -> bool:
         return False  # no layers: a pipeline cuts the program, and its ranks run different operations
     if ring and "schedule=zb" in text:
         return False
-    if (name == "class_token" and "sequence" in text) or (name == "streams" and "pipe" in text):
+    if (name in ("class_token", "listener") and "sequence" in text) or (name == "streams" and "pipe" in text):
         return False  # positions that tensor ranks do not divide, or that go to others than the next rank
     if name == "class_token" and "pipe" in text and ranks == 4:
         return False  # the first position shifts all others, from rank to rank
