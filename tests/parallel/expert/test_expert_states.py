@@ -29,21 +29,27 @@ def assert_close(got: Any, expected: Any, tolerance: float = 1e-5) -> None:
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(np.abs(b).max(), 1e-30))
 
 
-@pytest.mark.parametrize(
-    ("name", "precision", "tolerance"),
-    [
-        *((name, "f32", 1e-5) for name in ("dropless", "grouped", "einsum")),
-        ("all_experts", "bf16", 0.05),  # all experts see all tokens, so that rounding decides nothing
-    ],
-)
-def test_evaluation_and_gradients_are_those_of_fsdp(name: str, precision: str, tolerance: float) -> None:
+def gradients(name: str, text: str, precision: str = "f32") -> Any:
+    """Return the loss in evaluation, the loss, and the gradients."""
+    step = build_step(name, f"{text},precision={precision}")
+    state = step.init(jax.random.key(0))
+    found = step.evaluate(state, cells.batch_of())["loss"], *step.value_and_grad(state, cells.batch_of())
+    return jax.device_get(found)
+
+
+@pytest.mark.parametrize("name", ["dropless", "grouped", "einsum"])
+def test_evaluation_and_gradients_are_those_of_fsdp(name: str) -> None:
     """Eight replicas either way, of which each routes its own rows."""
-    results = []
-    for text in (STRATEGY, "fsdp=8"):
-        step = build_step(name, f"{text},precision={precision}")
-        state = step.init(jax.random.key(0))
-        results.append((step.evaluate(state, cells.batch_of())["loss"], *step.value_and_grad(state, cells.batch_of())))
-    assert_close(*results, tolerance=tolerance)
+    assert_close(gradients(name, STRATEGY), gradients(name, "fsdp=8"))
+
+
+def test_bfloat16_is_as_near_to_float32_as_under_fsdp() -> None:
+    """All experts see all tokens, so that rounding decides nothing; yet gradients differ by a third from float32's."""
+    exact = gradients("all_experts", "fsdp=8")
+    ours, theirs = (gradients("all_experts", text, "bf16") for text in (STRATEGY, "fsdp=8"))
+    error = lambda x, reference: np.abs(x - reference).max() / np.abs(reference).max()
+    for reference, x, y in zip(*map(jax.tree.leaves, (exact, ours, theirs)), strict=True):
+        assert error(x, reference) <= 1.1 * error(y, reference)
 
 
 def test_averages_of_parameters_and_resuming_elsewhere(tmp_path: Path) -> None:

@@ -54,8 +54,9 @@ SEQUENCE = [
 def test_activations_are_sent_as_in_megatron(sequence: bool) -> None:
     traffic = compiled(sequence).over("tensor")
     # Forwards in a layer: after attention and after the feed-forward. Recomputed: the first of them. Backwards: before
-    # each. Beside the layers, forwards of the embedding, and backwards of the head, which the last rank's rows need.
-    layers, ends = RUNS * (2 + 1 + 2), 2 * MICROBATCHES
+    # each. Beside the layers: forwards of the embedding, in every tick if the first carries of all microbatches take
+    # more memory than the embedding; and backwards of the head, which the last rank's rows need.
+    layers, ends = RUNS * (2 + 1 + 2), (MICROBATCHES if sequence else TICKS) + MICROBATCHES
     if not sequence:
         assert traffic == {"all-reduce": (layers + ends, (layers + ends) * STREAM)}
         return

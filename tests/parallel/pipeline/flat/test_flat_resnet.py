@@ -1,7 +1,8 @@
 """ResNet-50 with BatchNorm, cut into stages, differs from one device by rounding alone.
 
 Its 53 norms over few rows magnify rounding. In float32, gradients differ by 1e-3, also under plain fsdp=2, and if
-images change by one unit in the last place. In float64 the difference is 1e-12, so that rounding is its only cause.
+images change by one unit in the last place. In float64, one device differs from itself by 6e-10 if the rows of each
+block are reversed.
 """
 
 from typing import Any
@@ -58,4 +59,4 @@ def test_training_differs_by_rounding_alone(strategy: str, devices: int) -> None
         pipelined = trained(strategy, devices, batch)
     assert {x.dtype for x in pipelined} == {np.dtype(np.float64)}
     for ours, theirs in zip(pipelined, expected, strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-10 * np.abs(theirs).max())
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-9 * np.abs(theirs).max())
