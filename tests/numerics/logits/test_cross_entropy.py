@@ -86,7 +86,7 @@ def decoder(key: jax.Array) -> Any:
 def fused(p: Any, batch: Any, key: Any) -> Any:
     layer = lambda x, w: (x + jax.nn.relu(x @ w[0]) @ w[1], None)
     hidden, _ = jax.lax.scan(layer, p["embedding"][batch["tokens"]], (p["up"], p["down"]))
-    nats = jp.cross_entropy(hidden, p["head"], batch["labels"], ignore=-100, chunk=8)
+    nats = jp.cross_entropy(hidden, p["head"], batch["labels"], ignore=-100, chunk=32)
     weights = batch["weights"] * (batch["labels"] != -100)
     return jp.Mean((nats * weights).sum(), weights.sum())
 

