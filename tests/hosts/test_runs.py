@@ -97,7 +97,7 @@ def test_the_death_of_process_0_is_told_by_the_others() -> None:
         ("sleep:0:3", 75, "is stuck: it last reported step 3 finished"),
         ("raise:1:3", 1, "failed: RuntimeError: no such row"),
         ("raise:0:0", 1, "failed: RuntimeError: no such row"),
-        ("shape:1:3", 1, "rank 0 will not compare the batch to train with the others: it last finished step "),
+        ("shape:1:3", 1, "rank 0 will not compare the batch to train with the others: it last reported step "),
         ("shape:1:0", 1, "the processes differ in the batch to train: its shape is ['x'] float32[8, 8] on rank 0 on "),
         ("rate:1:0", 1, "the processes differ in the step: the program is '"),
     ],
@@ -118,7 +118,9 @@ def leave():
         case "text": sys.exit("no such file")
         case "os._exit": os._exit(7)
         case "well": os._exit(0)
-        case "kill": os.kill(os.getpid(), signal.SIGKILL)
+        case "kill":
+            time.sleep(1)  # until the others watch; before, the launcher alone tells it
+            os.kill(os.getpid(), signal.SIGKILL)
         case "interrupt": os.kill(os.getpid(), signal.SIGINT)
         case "error": raise RuntimeError("no such row")
 if place.process == int(os.environ["WHO"]): leave()

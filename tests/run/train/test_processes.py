@@ -166,6 +166,6 @@ def test_two_hosts_train_as_one_device(cases: tuple[str, ...]) -> None:
         for name in cases:
             assert results[name][1] == pytest.approx(expected, rel=1e-5), name
             if "hsdp" in name:  # data = hosts, fsdp = their devices
-                assert results[name][0] == {"pipe": 1, "data": 2, "fsdp": 4, "tensor": 1}
+                assert {axis: size for axis, size in results[name][0].items() if size > 1} == {"data": 2, "fsdp": 4}
         for message, words in zip(messages, MESSAGE_PARTS, strict=True):
             assert all(word in message for word in words), message
