@@ -74,8 +74,9 @@ def fail(error: BaseException | str, status: int = 1) -> None:
     has_failed_before, _failure_status = _failure_status is not None, status
     if _watch is None or has_failed_before:
         return
-    # An error of the runtime may be a collective that broke off because another process is gone.
-    may_follow = isinstance(error, jax.errors.JaxRuntimeError)
+    # An error of the runtime may be a collective that broke off because another process is gone. jax raises a plain
+    # RuntimeError in its place if that happens while the devices are being listed.
+    may_follow = any(isinstance(e, jax.errors.JaxRuntimeError) for e in (error, getattr(error, "__context__", None)))
     _watch.report_failure(error if isinstance(error, str) else f"{type(error).__name__}: {error}", may_follow)
     verdict = _watch.verdict
     name = describe(_watch.place.process, _watch.beat)
