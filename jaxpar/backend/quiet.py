@@ -32,6 +32,7 @@ _COORDINATION = re.compile(
     rb"[WEF]\d{4} .* (?:coordination_service\w*|preemption_\w+)\.(?:cc|h):\d+\] "
     rb"|F\d{4} .* client\.h:\d+\] Terminating process because the JAX distributed service .*?(?:absl::Status: (.*))?$"
 )
+_STACK = b"*** Check failure stack trace: ***"
 # The following lines of such an error, and of its stack.
 _CONTINUED = re.compile(
     rb"\s*$|RPC: /xla\.coordination|Additional GRPC error information from remote target coordination_service"
@@ -80,7 +81,9 @@ class Coordination:
         match = _COORDINATION.match(line.rstrip(b"\r\n"))
         if match and match[1] and not self.error:
             self.error = match[1].decode(errors="replace")
-        self._is_inside = bool(match or (self._is_inside and _CONTINUED.match(line)))
+        # A Python traceback of another thread may stand between the error and its stack.
+        is_inside = self._is_inside or (self.error and line.startswith(_STACK))
+        self._is_inside = bool(match or (is_inside and _CONTINUED.match(line)))
         return self._is_inside
 
 

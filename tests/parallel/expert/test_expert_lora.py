@@ -62,8 +62,8 @@ def trained(name: str, text: str) -> tuple[Any, Any]:
     ],
 )
 def test_small_experts_beside_frozen_ones(name: str, text: str) -> None:
-    # Three steps magnify rounding: one device differs from itself by 4e-5 if its embedding moves by one unit in the last
-    # place (in float64, most of these layouts differ from it by 5e-15).
+    # Three steps magnify rounding: one device differs from itself by 4e-5 if its embedding moves by one unit in the
+    # last place. In float64, most of these layouts differ from one device by 5e-15.
     for expected, found, tolerance in zip(trained(name, "single"), trained(name, text), (1e-5, 1e-4), strict=True):
         for (path, reference), ours in zip(jax.tree.leaves_with_path(expected), jax.tree.leaves(found), strict=True):
             leaf = jax.tree_util.keystr(path)
