@@ -71,6 +71,24 @@ def test_search_ends_if_two_programs_are_slower_than_closed_forms_promise() -> N
     assert skip([*slower, line]) is None
 
 
+def test_plain_replicas_are_tried_once_where_zero_is_best() -> None:
+    """Four small layers on 2 x 2 H100: `fsdp=4`, which waits for a collective of every layer, took .95 ms, and `data=4`
+    .53 ms. Scaled to the program of `fsdp=4` its closed forms, which have no latencies, said 1.1 ms.
+    """
+    planner, best = planner_of_one_line("fsdp=8,precision=bf16")
+    plain = jp.Strategy.parse("data=8,precision=bf16")
+    estimate = planner.estimator.estimate(plain)
+    slower = dataclasses.replace(estimate, compute=1.1 * planner.estimator.estimate(best).compute)
+    (line,) = planner.lines
+    lines = [line, *[dataclasses.replace(line, prediction=line.prediction | {"seconds": 2.0})] * 2]
+    assert reason_to_skip(plain, slower, lines, planner.usable, 16) is None
+    compiled = dataclasses.replace(lines[1], strategy=plain, estimate=slower)
+    in_two = dataclasses.replace(plain, microbatches=2)
+    assert reason_to_skip(in_two, slower, [*lines, compiled], planner.usable, 16)
+    beside_tensor = jp.Strategy.parse("data=4,tensor=2,sequence=true,precision=bf16")
+    assert reason_to_skip(beside_tensor, slower, lines, planner.usable, 16)
+
+
 def test_what_does_not_fit_says_nothing_of_what_is_alike_and_does() -> None:
     """Llama-3-8B on 8 H100: ZeRO-1 with microbatches needed 1.7 times its closed form, and `fsdp=8,reduce=compute` was
     left out as not fitting, where `fsdp=8` needed 1.15 times its own and was the best.

@@ -72,8 +72,8 @@ def _may_surprise(strategy: Strategy, best: Line, lines: Sequence[Line], usable:
     """Return whether a strategy differs from the best one in something that no closed form counts.
 
     Logits in chunks are computed twice, and remat="dots" recomputes; casts of gradients take kernels, and so do whole
-    gradients of ZeRO-1; kinds of attention overlap differently. Each choice is tried once for programs on the same
-    axes.
+    gradients of ZeRO-1; kinds of attention overlap differently; ZeRO waits for a collective of every layer, where plain
+    replicas send gradients together. Each choice is tried once for programs on the same axes.
     """
     around = [line.strategy for line in lines if _axes(line.strategy) == _axes(strategy)]
     is_new = lambda name: all(getattr(strategy, name) != getattr(other, name) for other in around)
@@ -82,6 +82,7 @@ def _may_surprise(strategy: Strategy, best: Line, lines: Sequence[Line], usable:
     names += ["remat"] if keeps_more(strategy, best.strategy) else []
     names += ["zero"] if strategy.zero == Strategy.zero else []
     is_unknown = any(alike_but(name, strategy, best.strategy) and is_new(name) for name in names)
+    is_unknown |= strategy.fsdp == 1 and _axes(strategy) == _axes(best.strategy) and is_new("fsdp")
     return is_unknown or is_relief(strategy, best, usable)
 
 
