@@ -17,6 +17,8 @@ most of them at the end. `LayerLoop.run` puts them alongside exchanges:
     weights        W0              W1                  gradients of the weights that C0 and C1 used
     sends          results of C0   results of C1
 
+A forward alone has none: its products run in parts instead (`product_parts.py`).
+
 A loop may also gather and reduce for other iterations (`InFlight`). `LayerLoop.run` puts each of these collectives into
 a *window* between two of the loop's own collectives, where most is multiplied. XLA would start them where its own last
 collective ends, with no compute left to overlap with:
@@ -41,6 +43,7 @@ from jax import lax
 from ..program.buffers import scan
 from ..program.walk import visit
 from .iteration import Body, Iteration, exchanges_activations, hold, may_exchange
+from .product_parts import overlap_products
 
 
 @dataclass(frozen=True)
@@ -73,12 +76,17 @@ class LayerLoop:
         """Return this loop with `fun` applied to its result."""
         return dataclasses.replace(self, result=lambda carry, ys: fun(self.result(carry, ys)))
 
-    def run(self) -> Any:
-        """Run the loop, and return its result."""
+    def run(self, is_alone: bool = True) -> Any:
+        """Run the loop, and return its result.
+
+        Args:
+          is_alone: whether the program has nothing else to compute while this loop exchanges activations.
+        """
         reorders = {
             _in_windows: self.sends_ahead,
             _spread: self.copies_ahead,
             _filled: self.fills and may_exchange(),
+            overlap_products: not self.fills and is_alone and may_exchange(),
         }
         body = next((reorder(self.body) for reorder, is_used in reorders.items() if is_used), self.body)
         return self.result(*_scan(body, self.init, self.xs, self.length, self.reverse))

@@ -314,7 +314,7 @@ class Pipeline(Engine):
                 stash = Stash(stash, row["write"]).put_layers(residuals.values)
             else:
                 # With `seeds`, the loop returns the whole stash with this microbatch's residuals in it.
-                outputs, new_stash, *rest = forward_loop.run()
+                outputs, new_stash, *rest = forward_loop.run(is_alone=not phase.backward)
                 flight = rest[0] if rest else None
                 stash = new_stash if self.seeds else stash
             if phase.epilogue:
