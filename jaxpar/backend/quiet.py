@@ -37,7 +37,7 @@ _STACK = b"*** Check failure stack trace: ***"
 _CONTINUED = re.compile(
     rb"\s*$|RPC: /xla\.coordination|Additional GRPC error information from remote target coordination_service"
     rb"|:[A-Z_]+:| \[type\.googleapis\.com/|This suggests that the workers are out of sync"
-    rb"|This is usually caused by an earlier error|\*\*\* Check failure stack trace: \*\*\*|    @ +0x"
+    rb"|This is usually caused by an earlier error|    @ +0x|" + re.escape(_STACK)
 )
 
 

@@ -162,11 +162,15 @@ def _find(eqns: Sequence[Any], outvars: Iterable[Any]) -> dict[int, _Gather | _S
             readers.setdefault(v, []).append(eqn)
     later = {v for eqn in eqns for v in eqn.outvars}
     found: dict[int, _Gather | _Scatter] = {}
+    behind_gathers: set[int] = set()
     for eqn in eqns:
         later.difference_update(eqn.outvars)
         readers_of_result = readers.get(eqn.outvars[0], []) if len(eqn.outvars) == 1 else []
-        if pair := _gather(eqn, readers_of_result, later) or _scatter(eqn, readers_of_result):
-            found[id(eqn)] = pair
+        if gather := _gather(eqn, readers_of_result, later):
+            found[id(eqn)] = gather
+            behind_gathers.update(map(id, gather.products))
+        elif id(eqn) not in behind_gathers and (scatter := _scatter(eqn, readers_of_result)):
+            found[id(eqn)] = scatter
     return found
 
 
@@ -181,6 +185,9 @@ def _gather(eqn: Any, products: Sequence[Any], later: set[Any]) -> _Gather | Non
     if eqn.primitive.name != "tensor_all_gather" or not all(map(_is_product, products)):
         return None
     result = eqn.outvars[0]
+    # A product of the result with itself, or with what is computed later, needs the whole.
+    if any(product.invars[0] is product.invars[1] for product in products):
+        return None
     if any(v in later for product in products for v in product.invars if not jx.is_literal(v)):
         return None
     operands = [product.invars.index(result) for product in products]
