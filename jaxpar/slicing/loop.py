@@ -17,7 +17,7 @@ most of them at the end. `LayerLoop.run` puts them alongside exchanges:
     weights        W0              W1                  gradients of the weights that C0 and C1 used
     sends          results of C0   results of C1
 
-A forward alone has none: its products run in parts instead (`product_parts.py`).
+A forward that communicates for no other iteration has none: its products run in parts (`product_parts.py`).
 
 A loop may also gather and reduce for other iterations (`InFlight`). `LayerLoop.run` puts each of these collectives into
 a *window* between two of the loop's own collectives, where most is multiplied. XLA would start them where its own last

@@ -29,7 +29,7 @@ RANKS = 2
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut collectives of any size."""
-    monkeypatch.setattr(product_parts, "_MIN_BYTES", 1)
+    monkeypatch.setattr(product_parts, "_MIN_PART_BYTES", 1)
 
 
 @pytest.mark.parametrize(("dim", "ranges"), [(0, 1), (1, 1), (1, 3), (2, 2)])
@@ -63,7 +63,7 @@ def eqns_of(body: Any, rows: int, positions: int) -> list[Any]:
     return jax.make_jaxpr(body, axis_env=[("tensor", RANKS)])(carry, 0, weights).eqns
 
 
-@pytest.mark.parametrize("rows", [4, 2, 3])  # four parts of one row, two of one row, four of a position of each rank
+@pytest.mark.parametrize("rows", [4, 2, 3])  # parts of one row, else of a position of each rank
 def test_results_are_the_same(small_parts: None, rows: int) -> None:
     carry, weights = values(rows, 8)
     mesh = Mesh(np.array(jax.devices()[:RANKS]), ("tensor",))
@@ -71,11 +71,15 @@ def test_results_are_the_same(small_parts: None, rows: int) -> None:
 
     def run(body: Any) -> Any:
         on_a_rank = lambda carry: tuple(x[None] if x.ndim == 0 else x for x in body(carry, 0, weights))
-        return jax.jit(jax.shard_map(on_a_rank, mesh=mesh, in_specs=spec, out_specs=(spec, PartitionSpec("tensor"))))(
-            carry
+        # As in a step. With `check_vma`, each weight would get a `pvary` behind the gather.
+        mapped = jax.shard_map(
+            on_a_rank, mesh=mesh, in_specs=spec, out_specs=(spec, PartitionSpec("tensor")), check_vma=False
         )
+        return str(jax.make_jaxpr(mapped)(carry)).count("tensor_all_gather["), jax.jit(mapped)(carry)
 
-    for due, got in zip(run(layer), run(overlap_products(layer)), strict=True):
+    (gathers, whole), (gathers_of_parts, in_parts) = run(layer), run(overlap_products(layer))
+    assert (gathers, gathers_of_parts) == (1, 4)
+    for due, got in zip(whole, in_parts, strict=True):
         np.testing.assert_allclose(got, due, rtol=1e-6, atol=1e-6 * np.abs(due).max())
 
 
@@ -133,6 +137,18 @@ def test_what_cannot_be_cut_stays_whole(small_parts: None, change: str) -> None:
     assert names(overlap_products(body)) == names(body)
 
 
+def test_what_an_equation_prints_stays(small_parts: None) -> None:
+    """An equation without results looked as if it had run."""
+
+    def body(carry: Any, iteration: Any, weights: Any) -> Any:
+        jax.debug.print("iteration {}", iteration)
+        return layer(carry, iteration, weights)
+
+    names = [eqn.primitive.name for eqn in eqns_of(overlap_products(body), 4, 8)]
+    assert names.count("tensor_all_gather") == 4
+    assert sum("debug" in name for name in names) == 1
+
+
 def test_a_product_between_a_gather_and_a_scatter_is_computed_once(small_parts: None) -> None:
     def body(carry: Any, iteration: Any, weights: Any) -> Any:
         w = weights["a"] @ weights["c"]
@@ -171,7 +187,7 @@ def test_steps_have_parts(small_parts: None, monkeypatch: pytest.MonkeyPatch) ->
 
     texts = "data=2,tensor=2,sequence=true", "pipe=2,tensor=2,sequence=true,microbatches=4"
     in_parts = [num_scatters(text) for text in texts]
-    monkeypatch.setattr(product_parts, "_MIN_BYTES", 1 << 40)
+    monkeypatch.setattr(product_parts, "_MIN_PART_BYTES", 1 << 40)
     whole = [num_scatters(text) for text in texts]
     # Two scatters of a forward layer become eight; in a pipeline, in one of the three phases.
     assert [a - b for a, b in zip(in_parts, whole, strict=True)] == [6, 6]
@@ -190,7 +206,7 @@ def test_an_h100_waits_less(monkeypatch: pytest.MonkeyPatch) -> None:
         return predict(step.compile(batch), step, batch, KINDS["H100"])
 
     in_parts = predicted()
-    monkeypatch.setattr(product_parts, "_MIN_BYTES", 1 << 40)
+    monkeypatch.setattr(product_parts, "_MIN_PART_BYTES", 1 << 40)
     whole = predicted()
     assert in_parts.exposed < 0.75 * whole.exposed
     assert in_parts.seconds < 0.98 * whole.seconds
