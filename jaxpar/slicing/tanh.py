@@ -48,13 +48,17 @@ def by_exponentials(eqns: Sequence[Any], outvars: Collection[Any]) -> list[Any]:
         return jnp.ndim(atom.val) == 0 and atom.val == 1
 
     def keeps_small_errors(eqn: Any, tanh: Any) -> bool:
-        """Return whether an equation reads a tanh as 1 + tanh or 1 - tanh, or x tanh, to which others add x."""
+        """Return whether an equation reads a tanh as 1 + tanh or 1 - tanh, or x tanh, to which others add x.
+
+        From jax 0.11 on, the derivative of a tanh is `one_minus_square`, (1 + tanh) (1 - tanh).
+        """
         if eqn.primitive.name == "mul" and eqn.invars[0] is not eqn.invars[1]:
             (x,) = (v for v in eqn.invars if v is not tanh)
             product = eqn.outvars[0]
             adds_x = all(r.primitive.name in _ADDS[:2] and x in r.invars for r in readers.get(product, ()))
             return adds_x and product not in outvars
-        return eqn.primitive.name in _ADDS and any(map(is_one, eqn.invars))
+        is_sum_with_one = eqn.primitive.name in _ADDS and any(map(is_one, eqn.invars))
+        return is_sum_with_one or eqn.primitive.name == "one_minus_square"
 
     def is_replaced(eqn: Any) -> bool:
         if eqn.primitive.name != "tanh" or eqn.outvars[0].aval.dtype.itemsize != 2:
