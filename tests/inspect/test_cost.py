@@ -236,6 +236,13 @@ STACK = (
   ROOT %found = bf16[7,64]{1,0} gather(%narrow, %ids), offset_dims={1}, slice_sizes={1,64}
 }
 
+%cast_all (wide: f32[900,64]) -> (bf16[57600], f32[900,64]) {
+  %wide = f32[900,64]{1,0} parameter(0)
+  %narrow = bf16[900,64]{1,0} convert(%wide)
+  %flat = bf16[57600]{0} bitcast(%narrow)
+  ROOT %both = (bf16[57600]{0}, f32[900,64]{1,0}) tuple(%flat, %wide)
+}
+
 %added (grads: f32[900,64], ids: s32[7,1], new: f32[7,64]) -> f32[900,64] {
   %grads = f32[900,64]{1,0} parameter(0)
   %ids = s32[7,1]{1,0} parameter(1)
@@ -255,6 +262,7 @@ ENTRY %main (p: f32[40,8,16], i: s32[], q: bf16[40,8,16]) -> bf16[40,8,16] {
   %step = (bf16[1,8,16]{2,1,0}, bf16[40,8,16]{2,1,0}) fusion(%p, %i, %q), kind=kLoop, calls=%slice_of_layer
   %looked = bf16[7,64]{1,0} fusion(%table, %ids), kind=kLoop, calls=%rows
   %cast = bf16[7,64]{1,0} fusion(%grads, %ids), kind=kLoop, calls=%cast_rows
+  %all = (bf16[57600]{0}, f32[900,64]{1,0}) fusion(%grads), kind=kLoop, calls=%cast_all
   %summed = f32[900,64]{1,0} fusion(%grads, %ids, %new), kind=kInput, calls=%added
   %apart = ((bf16[900,64], s32[7,1]), bf16[7,64]{1,0}, u32[]) fusion-start(%table, %ids), kind=kLoop, calls=%rows
   %back = bf16[7,64]{1,0} fusion-done(%apart)
@@ -274,6 +282,7 @@ def test_slices_count_and_not_what_they_are_cut_from() -> None:
         "step": (4 * layer + 4, 2 * 2 * layer),
         "looked": (2 * 7 * row + 4 * 7, 2 * 7 * row),
         "cast": (4 * 7 * row + 4 * 7, 2 * 7 * row),  # of the table that it casts, no more than the rows that it takes
+        "all": (4 * 900 * row, 2 * 900 * row),  # a cast of the whole table reads all of it; it counted as no read
         "apart": (2 * 7 * row + 4 * 7, 2 * 7 * row),  # on a stream of its own, as jax 0.12 launches them
         "summed": (2 * 4 * 7 * row + 4 * 7, 4 * 7 * row),
         "copy": (4 * 40 * layer, 4 * 40 * layer),

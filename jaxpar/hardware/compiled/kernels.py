@@ -355,13 +355,14 @@ def _traffic_of_fusion(block: list[Instruction]) -> tuple[int, int]:
         for position, operand in enumerate(instr.operands):
             users.setdefault(operand, []).append((instr, position))
 
-    def bytes_read(name: str, width: int) -> float:
+    def bytes_read(name: str, width: int, is_cast: bool = False) -> float:
         """Return the bytes that users read of an array with `width` bits per element; infinity for the whole array."""
-        total = 0.0
+        # The kernel writes all of its cast elements.
+        total = float("inf") if is_cast and instructions[name].root else 0.0
         for user, position in users.get(name, ()):
             # A cast reads the elements that its own readers read, in the dtype before it.
             if user.opcode in ("bitcast", "reshape", "tuple", "convert"):
-                total += bytes_read(user.name, width)
+                total += bytes_read(user.name, width, is_cast or user.opcode == "convert")
             elif user.opcode in _SLICES and position == 0:
                 total += width / 8 * sum(math.prod(dims) for _, dims in arrays(user.shape))
             elif user.opcode in _UPDATES and position == 0:
