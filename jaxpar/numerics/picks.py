@@ -250,13 +250,14 @@ class _Rows:
     Attributes:
       dim: the dim of the table along which a row is.
       column: the coordinate of the index vectors that names the element.
-      places: for each other dim of the table, in order, the dim of the indices that goes with it.
+      places: for each other dim of the table, in order, the dim of the indices that goes with it; None for a dim of
+        size 1 that goes with none.
       unit_dims: the other dims of the indices, of size 1.
     """
 
     dim: int
     column: int
-    places: tuple[int, ...]
+    places: tuple[int | None, ...]
     unit_dims: tuple[int, ...]
 
     @classmethod
@@ -277,24 +278,27 @@ class _Rows:
                 rows[d] = place
             else:
                 picked_dims.append((d, column))
-        # 2. All but one, and each row once.
+        # 2. All but one, and each row once. `jnp.take_along_axis` gives no index to a dim of size 1.
         unit_dims = tuple(place for place in range(len(batch)) if place not in rows.values())
-        if len(picked_dims) != 1 or len(rows) != len(shape) - 1 or any(batch[place] != 1 for place in unit_dims):
+        if len(picked_dims) != 1 or any(batch[place] != 1 for place in unit_dims):
             return None
         ((dim, column),) = picked_dims
-        places = tuple(rows[d] for d in range(len(shape)) if d != dim)
-        return cls(dim, column, places, unit_dims) if shape[dim] > 1 else None
+        other_dims = [d for d in range(len(shape)) if d != dim]
+        if shape[dim] == 1 or any(d not in rows and shape[d] != 1 for d in other_dims):
+            return None
+        return cls(dim, column, tuple(map(rows.get, other_dims)), unit_dims)
 
     def equations(self, eqn: Any) -> list[Any]:
         """Return the equations of the pick that replaces a gather."""
         shape, out_shape = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-        order = (*self.unit_dims, *self.places)
+        # The dims of the indices in the order of the table's, those of size 1 first.
+        order = (*self.unit_dims, *(place for place in self.places if place is not None))
 
         def pick_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
             index = lax.index_in_dim(indices, self.column, indices.ndim - 1, keepdims=False).transpose(order)
-            ones, rows = index.shape[: len(self.unit_dims)], (*shape[: self.dim], *shape[self.dim + 1 :])
+            rows = (*shape[: self.dim], *shape[self.dim + 1 :])
             y = pick(table, index.reshape(rows), self.dim, eqn.params["mode"], eqn.params["fill_value"])
-            return y.reshape(*ones, *rows).transpose(np.argsort(order)).reshape(out_shape)
+            return y.reshape(index.shape).transpose(np.argsort(order)).reshape(out_shape)
 
         flat, _ = jx.trace(pick_rows, *map(jx.type_of, eqn.invars))
         names = jx.Environment(
