@@ -22,6 +22,7 @@ The equations of a one-hot product are elementwise already. XLA fuses them, so t
 """
 
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,6 +36,7 @@ from jax.interpreters import ad, batching, mlir
 
 from ..program import jaxpr as jx
 from ..program import kernels
+from ..program.savings import saving
 from ..program.walk import with_programs
 
 _MODES = lax.GatherScatterMode
@@ -84,7 +86,11 @@ def _spread(ct: jax.Array, index: jax.Array, shape: Sequence[int], dim: int, mod
     # An index that was clipped has read the first or last element. Any other index out of range meets no place.
     index = jnp.clip(index, 0, last_place) if mode == _MODES.CLIP else index
     places = lax.broadcasted_iota(index.dtype, shape, dim)
-    return jnp.where(places == jnp.expand_dims(index, dim), jnp.expand_dims(ct, dim), jnp.zeros((), ct.dtype))
+    is_read = places == jnp.expand_dims(index, dim)
+    spread, zeros = jnp.broadcast_to(jnp.expand_dims(ct, dim), shape), jnp.zeros(shape, ct.dtype)
+    # A scatter would write all elements once more, and read them.
+    with saving("lookups", 2 * spread.size * spread.dtype.itemsize):
+        return lax.select(is_read, spread, zeros)
 
 
 def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
@@ -120,47 +126,37 @@ batching.primitive_batchers[PICK] = _batch
 # The rewriting.
 
 
-def with_picks(flat: jx.Flat) -> tuple[jx.Flat, dict[str, int]]:
+def with_picks(flat: jx.Flat) -> jx.Flat:
     """Return a program with picks instead of gathers, where that saves bytes.
 
     It also replaces gathers within loops, branches and checkpoints. Kernels and functions with custom derivatives stay:
     nothing transposes their equations.
-
-    Returns:
-      The program, and for each line of the user's program that picks, the bytes of the table. A backward writes and
-      reads these bytes at least once less.
     """
-    lookups: list[tuple[str, int]] = []
     # Only an array that is whole on this process can be read.
     consts = {
         v: x for v, x in zip(flat.constvars, flat.consts, strict=True) if getattr(x, "is_fully_addressable", True)
     }
-    eqns = tuple(_replaced(flat.eqns, consts, lookups))
-    # If a line picks from several tables, the largest comes last.
-    return replace(flat, eqns=eqns), dict(sorted(lookups, key=lambda lookup: lookup[1]))
+    return replace(flat, eqns=tuple(_replaced(flat.eqns, consts)))
 
 
-def _replaced(eqns: Iterable[Any], consts: Mapping[Any, Any], lookups: list[tuple[str, int]]) -> list[Any]:
-    """Return equations with picks.
-
-    Args:
-      consts: the arrays that are known.
-      lookups: gets the line of each pick, and the bytes of its table.
-    """
+def _replaced(eqns: Iterable[Any], consts: Mapping[Any, Any]) -> list[Any]:
+    """Return equations with picks; `consts` are the arrays that are known."""
     source = _Sources({v: eqn for eqn in eqns for v in eqn.outvars}, consts)
     new_eqns: list[Any] = []
     for eqn in eqns:
         if (rows := _Rows.of(eqn, source)) is not None:
-            line = jx.where(eqn) or f"a lookup in {list(eqn.invars[0].aval.shape)}"
-            lookups.append((line, jx.nbytes(eqn.invars[0])))
             new_eqns += rows.equations(eqn)
-            continue
-        if eqn.primitive.name not in jx.CUSTOM and kernels.of(eqn) is None:
-            num_lookups = len(lookups)
-            inner = with_programs(eqn, lambda jaxpr: jaxpr.replace(eqns=_replaced(jaxpr.eqns, {}, lookups)))
-            eqn = inner if len(lookups) > num_lookups else eqn
-        new_eqns.append(eqn)
+        elif eqn.primitive.name not in jx.CUSTOM and kernels.of(eqn) is None:
+            new_eqns.append(with_programs(eqn, _with_inner_picks))
+        else:
+            new_eqns.append(eqn)
     return new_eqns
+
+
+def _with_inner_picks(jaxpr: Any) -> Any:
+    """Return a jaxpr inside an equation with picks; itself if it has no lookup."""
+    eqns = _replaced(jaxpr.eqns, {})
+    return jaxpr if all(map(operator.is_, eqns, jaxpr.eqns)) else jaxpr.replace(eqns=eqns)
 
 
 @dataclass(frozen=True)

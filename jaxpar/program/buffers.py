@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from . import jaxpr as jx
+from .savings import saving
 
 _LARGE = 1 << 20  # elements
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
@@ -49,7 +50,9 @@ def uninitialized(shape: Sequence[int], dtype: Any) -> jax.Array:
     On GPUs and TPUs the elements are whatever the memory holds. On CPUs they are zeros, so that a program that breaks
     the invariant fails in the same way in every run.
     """
-    return lax.empty(tuple(shape), dtype)
+    buffer = jax.ShapeDtypeStruct(shape, dtype)
+    with saving("buffers", buffer.size * buffer.dtype.itemsize):
+        return lax.empty(tuple(shape), dtype)
 
 
 def scan(body: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any, length: int, reverse: bool = False) -> Any:

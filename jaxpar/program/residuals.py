@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from . import jaxpr as jx
 from . import primitives
+from .savings import marked
 
 
 def cheap(eqn: Any) -> bool:
@@ -215,6 +216,29 @@ def row_scales(eqns: Sequence[Any]) -> set[Any]:
     sums = (eqn for eqn in eqns if eqn.primitive.name == "reduce_sum")
     along_rows = (eqn for eqn in sums if eqn.params["axes"] == (eqn.invars[0].aval.ndim - 1,))
     return {eqn.outvars[0] for eqn in along_rows if eqn.outvars[0].aval.ndim and only_scales(eqn.outvars[0])}
+
+
+def with_marked_sums(eqns: Sequence[Any], scales: set[Any]) -> list[Any]:
+    """Return the equations of a backward with marks on its row sums, each of which saves a read of its rows.
+
+    A layer norm's variance gets no mark. Its scale follows from the mean too, for which XLA reads the rows once more.
+
+    Args:
+      eqns: the equations that recompute values.
+      scales: the result of `row_scales`.
+    """
+
+    def with_mark(eqn: Any) -> Any:
+        if scales.isdisjoint(eqn.outvars):
+            return eqn
+        # The numbers for each row that follow from the sum, up to the scale itself, and everything from which they
+        # follow.
+        (row_sum,) = eqn.outvars
+        numbers = [v for v in jx.depends(eqns, [row_sum]) if v.aval.size == row_sum.aval.size]
+        sources = [v for v in jx.free(jx.needed(eqns, numbers)) if v.aval.size > 1]
+        return marked(eqn, "row_sums", jx.nbytes(sources[0])) if len(sources) == 1 else eqn
+
+    return [with_mark(eqn) for eqn in eqns]
 
 
 def _smaller_sources(

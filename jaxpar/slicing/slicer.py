@@ -282,7 +282,7 @@ def _segment(
     weights_of, compute, active_weights = split(eqns, leaves, inputs, outputs, variables.constants)
     shapes = tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in leaves)
     active_outputs = tuple(v in active and _is_inexact(v) for v in outputs)
-    options = {} if stage is None else {"twice": stage.remat == "twice", "policy": stage.policy, "gathers_again": True}
+    options = {} if stage is None else {"twice": stage.remat == "twice", "policy": stage.policy, "stores_saved": True}
     unit = Unit(
         leaf_indices=tuple(index[v] for v in leaves),
         shapes=shapes,
@@ -341,7 +341,7 @@ def _stack(eqn: Any, reads: Reads, variables: _Variables, slicing: Slicing, numb
         twice=slicing.remat == "twice",
         choice=slicing.choices[number] if slicing.choices else slicing.default_choice,
         policy=slicing.policy,
-        gathers_again=True,
+        stores_saved=True,
     )
     outputs = (*parts.carry_out, *parts.ys)
     return Stack(unit, slices, inputs, outputs, n, k, parts.length, parts.reverse)

@@ -24,7 +24,8 @@ from jax.core import Tracer
 
 from ..program import jaxpr as jx
 from ..program.buffers import anchor
-from ..program.residuals import Residuals, allowed, cheap, residuals_to_save, row_scales
+from ..program.residuals import Residuals, allowed, cheap, residuals_to_save, row_scales, with_marked_sums
+from ..program.savings import marked
 from .halves import Halves, merge, pick
 from .tanh import by_exponentials
 
@@ -45,8 +46,9 @@ class Unit:
       twice: whether each half of a backward recomputes what the forward has not saved.
       choice: a letter for each value that the forward would save: keep, offload or recompute it (`Residuals.kept`).
       policy: a `jax.checkpoint` policy for what it may save; None for everything that the backward reads.
-      gathers_again: whether an operand that was gathered along the sequence for a matmul is gathered again in the
-        backward, and not saved.
+      stores_saved: whether saved values are stored until the backward, in the stack of a loop over layers or in a
+        pipeline's stash. In other units, XLA decides which values it stores. Such a unit saves no operand that was
+        gathered along the sequence for a matmul, and gathers it again.
     """
 
     leaf_indices: tuple[int, ...]
@@ -60,7 +62,7 @@ class Unit:
     twice: bool = False
     choice: str = "s"
     policy: Callable[..., Any] | None = None
-    gathers_again: bool = False
+    stores_saved: bool = False
     _forwards: "dict[Any, Forward]" = field(default_factory=dict, compare=False, repr=False)
 
     def value(self, full: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
@@ -115,15 +117,22 @@ class Unit:
         available = {*fixed, *pick(self.held, input_vars), *readable_weights}
         required = allowed(flat.eqns, residuals, available, self.policy) if self.policy else residuals
         scales = row_scales(flat.eqns)
-        is_gather = lambda eqn: self.gathers_again and eqn.primitive.name == "tensor_all_gather"
+        is_gather = lambda eqn: self.stores_saved and eqn.primitive.name == "tensor_all_gather"
         may_rerun = lambda eqn: cheap(eqn) or is_gather(eqn) or not scales.isdisjoint(eqn.outvars)
         to_save, _ = residuals_to_save(flat.eqns, required, available, weight_vars, may_rerun)
         choices = Residuals(flat.eqns, flat.invars, residuals, available, weight_vars, to_save)
         saved, is_on_host, recomputed = choices.kept(self.choice)
+        recomputed = with_marked_sums(recomputed, scales) if self.stores_saved else recomputed
 
         # 3. Build the forward, which returns outputs and saved values, and the vjp function from the saved values.
         results = [*flat.outvars[:num_outputs], *saved]
-        run = jx.run(jx.live(flat.eqns, results), [*flat.constvars, *flat.invars], results)
+        eqns = list(jx.live(flat.eqns, results))
+        required_vars = {v for v in required if not jx.is_literal(v)} - available
+        unsaved_bytes = sum(map(jx.nbytes, required_vars)) - sum(map(jx.nbytes, saved))
+        if self.stores_saved and saved == to_save and unsaved_bytes > 0:
+            # The forward would write the unsaved values, and the backward would read them.
+            eqns[-1] = marked(eqns[-1], "recomputation", 2 * unsaved_bytes)
+        run = jx.run(eqns, [*flat.constvars, *flat.invars], results)
         operands = [*fixed, *weight_vars, *pick(self.held, input_vars)]
         recompute = jx.run(recomputed, [*operands, *saved], residuals)
         consts = [x for x in flat.consts if not isinstance(x, Tracer)]

@@ -125,7 +125,6 @@ class Notes:
       tokens_gathered: by line, where they gather the tokens of all ranks: bytes of these, and bytes of an exchange.
       gathered: by line, bytes that tensor ranks gather because an operation has no rule.
       logits: which logits of a cross-entropy are made in chunks.
-      picks: by line, lookups of one element per row whose backward is a select, and bytes of the table.
       fp8: under precision="fp8", by path of a leaf, why its products are not in FP8; "" if they are.
       doubts: how the loss may couple rows.
       unread: paths of the batch's leaves that the loss does not read, in a step or without a key in evaluate.
@@ -142,7 +141,6 @@ class Notes:
     tokens_gathered: dict[str, tuple[int, int]] = field(default_factory=dict)
     gathered: dict[str, int] = field(default_factory=dict)
     logits: dict[str, Logits] = field(default_factory=dict)
-    picks: dict[str, int] = field(default_factory=dict)
     fp8: dict[str, str] = field(default_factory=dict)
     doubts: Sequence[str] = ()
     unread: Sequence[str] = ()
@@ -241,8 +239,7 @@ def _chunk(setting: Setting, loss: PlacedLoss, notes: Notes) -> PlacedLoss:
 
 def _pick(setting: Setting, loss: PlacedLoss, notes: Notes) -> PlacedLoss:
     """Look up one element per row, such as a label's logit, so that the backward is a select (numerics/picks.py)."""
-    flat, notes.picks = with_picks(loss.flat)
-    return replace(loss, flat=flat)
+    return replace(loss, flat=with_picks(loss.flat))
 
 
 def _double(setting: Setting, loss: PlacedLoss, notes: Notes) -> PlacedLoss:

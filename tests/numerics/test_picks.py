@@ -1,5 +1,6 @@
 """Lookups of one element per row, whose backward is a select: against JAX's own, under strategies, and in bytes."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from jaxpar.hardware.devices import target
 from jaxpar.models import named
 from jaxpar.numerics.picks import with_picks
 from jaxpar.program import jaxpr as jx
+from jaxpar.program.savings import bytes_saved
 from jaxpar.program.walk import visit
 
 B, T, V = 3, 4, 6
@@ -42,14 +44,15 @@ FORMS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-def both(fun: Callable[..., Any], *args: jax.Array) -> tuple[Any, Any, dict[str, int]]:
-    """Return a function as it is traced, the same with picks, and the tables of its picks."""
+def both(fun: Callable[..., Any], *args: jax.Array) -> tuple[Any, Any, int]:
+    """Return a function as it is traced, the same with picks, and the number of picks."""
     flat, _ = jx.trace(fun, *args)
-    picks, tables = with_picks(flat)
+    picks = with_picks(flat)
+    num_picks = sum(eqn.primitive.name == "pick" for eqn, _ in visit(picks.eqns))
     run = lambda flat: (
         lambda *xs: jx.run(flat.eqns, (*flat.constvars, *flat.invars), flat.outvars)(*flat.consts, *xs)[0]
     )
-    return run(flat), run(picks), tables
+    return run(flat), run(picks), num_picks
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -58,8 +61,8 @@ def test_values_and_derivatives_are_those_of_the_gather(name: str) -> None:
     random = np.random.default_rng(0)
     z, tangent = (jnp.asarray(random.normal(size=(B, T, V)), jnp.float32) for _ in range(2))
     weights = jnp.asarray(random.normal(size=(B, T)), jnp.float32)
-    gathered, picked, tables = both(FORMS[name], z)
-    assert len(tables) == 1
+    gathered, picked, num_picks = both(FORMS[name], z)
+    assert num_picks == 1
 
     def results(fun: Any) -> list[Any]:
         gradient = jax.grad(lambda z: (fun(z) * weights).sum())
@@ -86,13 +89,13 @@ def test_values_and_derivatives_are_those_of_the_gather(name: str) -> None:
     ],
 )
 def test_other_lookups_stay(fun: Any) -> None:
-    assert both(fun, jnp.ones((B, T, V)))[2] == {}
+    assert both(fun, jnp.ones((B, T, V)))[2] == 0
 
 
 def test_a_line_that_runs_twice_picks_twice() -> None:
     """The second of two checkpoints of one line kept its gather, since it added no line to the report."""
     losses = jax.checkpoint(lambda z: jnp.take_along_axis(z, LABELS[..., None], -1)[..., 0])
-    flat, _ = with_picks(jx.trace(lambda z: losses(z) + losses(2 * z), jnp.ones((B, T, V)))[0])
+    flat = with_picks(jx.trace(lambda z: losses(z) + losses(2 * z), jnp.ones((B, T, V)))[0])
     names = [eqn.primitive.name for eqn, _ in visit(flat.eqns)]
     assert names.count("pick") == 2
     assert "gather" not in names
@@ -149,7 +152,10 @@ def test_under_strategies(name: str, strategy: str) -> None:
     batch["weights"] = random.random((16, 12)).astype(np.float32)
     devices = jax.devices()[: STRATEGIES[strategy]]
     step = jp.make_train_step(model(LOSSES[name]), optax.sgd(0.1), strategy, mesh=devices)
-    assert len(step.traced(batch).notes.picks) == 1
+    # The logits of a device's rows, positions and words, in float32, are neither written nor read once more. With
+    # `tensor`, a lookup by `vmap` reads all words.
+    num_parts = len(devices) // (2 if name == "vmap" and "tensor" in strategy else 1)
+    assert bytes_saved(step.trace(batch))["lookups"] == 2 * 4 * batch["labels"].size * WORDS / num_parts
     assert jp.verify(model(LOSSES[name]), strategy, batch, mesh=devices, steps=1).ok
 
 
@@ -164,4 +170,4 @@ def test_no_gradient_of_logits_is_written_in_float32() -> None:
     kernels = [cost.kernel for cost in costs if not cost.kernel.products]
     # One kernel writes the gradient, in bfloat16.
     assert [kernel.written for kernel in kernels if kernel.written >= 2 * logits] == [2 * logits]
-    assert "It writes and reads 3.29 GB less than a scatter." in " ".join(str(step.explain(batch)).split())
+    assert re.search("lookup is a select, and no scatter +3.29 GB", str(step.explain(batch)))

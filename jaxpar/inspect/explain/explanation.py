@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...backend.text import WIDTH, heading, number, size, table
+from ...program.savings import KINDS
 from ..check.resharding import Move
 from ..ledger import Collective, Ledger
 from ..memory import Memory
@@ -16,6 +17,7 @@ from ..remat import ChosenValue
 from ..transfers import Transfer
 
 _MAX_LISTED_MOVES = 6
+_LARGE_SAVING = 1_000_000  # bytes of a saving that is printed
 _MEMORY_LABELS = {
     "params": "parameters",
     "grads": "gradients",
@@ -84,6 +86,8 @@ class Explanation:
       loops: lists of blocks and stacks of layers: path -> how many layers, and whether they are one stack or why not.
       moves: the arrays of 1 kB or more that the compiler's partitioner sends for the update, each with parameter, axis,
         line and the spec that would avoid the move.
+      savings: kind of rewriting -> bytes of the device's memory that a step writes and reads less, at least, than JAX's
+        derivatives and loops would.
       values: with remat="auto", the choice for each value that layers leave for their backwards.
       remarks: sentences that help to read the numbers.
     """
@@ -103,6 +107,7 @@ class Explanation:
     gathered: dict[str, int]
     loops: dict[str, str]
     moves: tuple[Move, ...]
+    savings: dict[str, int]
     values: tuple[ChosenValue, ...]
     remarks: tuple[str, ...]
 
@@ -204,6 +209,8 @@ def text(explanation: Explanation) -> str:
     if explanation.flops:
         flops = ", ".join(f"{number(count)}FLOP in {dtype}" for dtype, count in explanation.flops.items())
         parts.append(f"matrix products of a device and step: {flops}")
+    if savings := {kind: n for kind, n in explanation.savings.items() if n >= _LARGE_SAVING}:
+        parts.append(_savings_table(savings))
     if explanation.transfers:
         parts.append(_transfers_table(explanation))
     collectives = ledger_table(explanation.ledger, explanation.across)
@@ -257,6 +264,12 @@ def _moves_by_text(explanation: Explanation) -> dict[str, str]:
     lines = {str(move): move.message.removeprefix(f"{move}: ") for move in explanation.moves[:_MAX_LISTED_MOVES]}
     num_unlisted = len(explanation.moves) - _MAX_LISTED_MOVES
     return lines | ({f"and {num_unlisted} more": "see .moves, or .json()"} if num_unlisted > 0 else {})
+
+
+def _savings_table(savings: dict[str, int]) -> str:
+    """Return what rewritings save as a table, the largest first."""
+    sizes = sorted(savings.items(), key=lambda item: item[1], reverse=True)
+    return table([["memory traffic saved", "at least"], *([KINDS[kind], size(n)] for kind, n in sizes)], "<>")
 
 
 def _transfers_table(explanation: Explanation) -> str:

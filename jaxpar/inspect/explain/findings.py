@@ -22,6 +22,7 @@ from ...parallel.data import rule_of
 from ...parallel.data.eight_bits import BLOCK
 from ...parallel.pipeline.chunks import padded
 from ...parallel.pipeline.flat import stages
+from ...program.savings import bytes_saved
 from ...slicing.program import Program
 from ...slicing.stacks import described
 from ...step.passes import Notes
@@ -37,8 +38,6 @@ from ..predict.efficiency import estimated_seconds
 from ..step_view import StepView as Step
 from ..transfers import Transfer, rehearse
 from .explanation import Check, Explanation
-
-LARGE_TABLE = 1 << 30  # bytes of a table, from which on a remark says what its lookup saves
 
 
 def explain(step: Step, batch: Any, compiled: jax.stages.Compiled | None = None) -> Explanation:
@@ -98,6 +97,7 @@ def explain(step: Step, batch: Any, compiled: jax.stages.Compiled | None = None)
         gathered=dict(traced.notes.gathered),
         loops=described(traced.program, storage),
         moves=tuple(partitioner_moves),
+        savings=bytes_saved(jaxpr),
         values=step.chosen,
         remarks=tuple(remarks),
     )
@@ -289,7 +289,7 @@ def _attention_remarks(step: Step, notes: Notes) -> Iterator[str]:
 
 
 def _logits_remarks(step: Step, notes: Notes) -> Iterator[str]:
-    """Yield which logits are computed in chunks, which are whole and why, and what lookups in large ones save."""
+    """Yield which logits are computed in chunks, and which are whole and why."""
     for line, logits in notes.logits.items():
         num_bytes = 4 * logits.tokens * logits.words
         prefix = f"{line}: the logits of {logits.tokens:,} tokens, {size(num_bytes)} in float32, are "
@@ -299,12 +299,6 @@ def _logits_remarks(step: Step, notes: Notes) -> Iterator[str]:
             yield f"{prefix}made in {logits.chunks} parts of {size(chunk_bytes)}, and again in the backward."
         else:
             yield f"{prefix}whole: {logits.why}."
-    for line, table in notes.picks.items():
-        if table >= LARGE_TABLE:
-            yield (
-                f"{line}: the backward of this lookup, of one element per row of {size(table)}, is a select. It writes "
-                f"and reads {size(2 * table)} less than a scatter."
-            )
     if isinstance(step.strategy.logits, int) and not notes.logits:
         yield (
             f"logits={step.strategy.logits}: nothing is made in chunks, since the loss has no cross-entropy of more "

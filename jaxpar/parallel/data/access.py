@@ -17,6 +17,7 @@ from ... import collectives
 from ...layout.layout import Layout
 from ...layout.leaves import Staged
 from ...program.buffers import on_device
+from ...program.savings import saving
 from ...slicing.access import Gradient
 from ...slicing.program import Program
 from ...strategy import Strategy
@@ -138,8 +139,12 @@ class RuleAccess:
         """Return the gradient that the update receives, from the accumulated one."""
         parts = gradient if isinstance(gradient, tuple) else (gradient,)
         use, dtype = self._use(index, False), self.policy.reduced(self.leaves[index].dtype)
-        first, *others = (self.rules[index].finish(part, use).astype(dtype) for part in parts)
-        return sum(others, first)
+        first, *others = (self.rules[index].finish(part, use) for part in parts)
+        # Otherwise each part would be written and read in the reduce dtype, and so would each sum of parts.
+        wide_bytes, narrow_bytes = (first.size * d.itemsize for d in (dtype, first.dtype))
+        with saving("gradients", 2 * len(parts) * (wide_bytes - narrow_bytes) + 2 * len(others) * wide_bytes):
+            first = first.astype(dtype)
+        return sum((part.astype(dtype) for part in others), first)
 
 
 class SpreadAccess:
