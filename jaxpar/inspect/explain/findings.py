@@ -71,7 +71,7 @@ def explain(step: Step, batch: Any, compiled: jax.stages.Compiled | None = None)
     has_known_counts = all(cost.executions is not None for cost in costs)
     # The compiled program may add collectives for the update; the trace tells which line asked for them.
     partitioner_moves = [move for program in programs for move in moves(step, program, jaxpr, SCALARS)]
-    storage, traced = step.layout.storage, step.traced(batch)
+    traced = step.traced(batch)
     # 3. What a reader should know, in the order of print.
     remarks += [
         *_prefetch_remarks(step, batch),
@@ -86,7 +86,7 @@ def explain(step: Step, batch: Any, compiled: jax.stages.Compiled | None = None)
         devices=devices_text(step.mesh),
         hosts=len({*hosts_of(step.mesh.devices).flat}),
         axes={axis: axis_size for axis, axis_size in step.mesh.shape.items() if axis_size > 1},
-        parameters=sum(math.prod(leaf.shape) for leaf in storage.models),
+        parameters=sum(math.prod(leaf.shape) for leaf in step.layout.storage.models),
         memory=memory,
         flops=costs.flops if has_known_counts else {},
         ledger=compiled_ledger,
@@ -95,7 +95,7 @@ def explain(step: Step, batch: Any, compiled: jax.stages.Compiled | None = None)
         transfers=transfers,
         notes=step.layout.notes,
         gathered=dict(traced.notes.gathered),
-        loops=described(traced.program, storage),
+        loops=described(traced.program, step.layout.storage),
         moves=tuple(partitioner_moves),
         savings=bytes_saved(jaxpr),
         values=step.chosen,
