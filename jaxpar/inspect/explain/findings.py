@@ -50,8 +50,7 @@ def explain(step: Step, batch: Any, compiled: jax.stages.Compiled | None = None)
     batch = jax.tree.map(as_array, batch)
     step.check(batch)
     step = step.settled(batch)
-    jaxpr, closed_form = step.trace(batch), expected(step, batch)
-    written_ledger = Ledger.from_jaxpr(jaxpr, step.mesh)
+    traced, jaxpr, closed_form = step.traced(batch), step.trace(batch), expected(step, batch)
     transfers: tuple[Transfer, ...] = ()
     remarks = []
     # 1. The programs and the memory. A server runs several programs, which a rehearsal compiles.
@@ -67,11 +66,11 @@ def explain(step: Step, batch: Any, compiled: jax.stages.Compiled | None = None)
         texts, memory = [compiled.as_text() or ""], of_step(step, batch, compiled)
     # 2. What they send and compute.
     programs = [Executable(text, step.mesh) for text in texts]
-    compiled_ledger, costs = Ledger.of(*programs), Costs.of(*programs)
+    written_ledger, compiled_ledger = Ledger.from_jaxpr(jaxpr, step.mesh), Ledger.of(*programs)
+    costs = Costs.of(*programs)
     has_known_counts = all(cost.executions is not None for cost in costs)
     # The compiled program may add collectives for the update; the trace tells which line asked for them.
     partitioner_moves = [move for program in programs for move in moves(step, program, jaxpr, SCALARS)]
-    traced = step.traced(batch)
     # 3. What a reader should know, in the order of print.
     remarks += [
         *_prefetch_remarks(step, batch),
