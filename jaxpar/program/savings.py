@@ -23,10 +23,10 @@ from .walk import fold, opened
 
 # Kind of rewriting -> a sentence for reports.
 KINDS = {
-    "recomputation": "layers store no values that follow element by element",
-    "lookups": "the derivative of a lookup is a select, and no scatter",
-    "tanh": "backwards store no tanh of a GELU",
-    "row_sums": "backwards read the input of an RMS norm once",
+    "recomputation": "elementwise values of layers are recomputed, not stored",
+    "lookups": "the derivative of a lookup is a select, not a scatter",
+    "tanh": "the tanh of a GELU is recomputed, not stored",
+    "row_sums": "a backward reads the input of an RMS norm once",
     "buffers": "buffers that loops fill are allocated without zeros",
     "gradients": "gradients stay in the compute dtype until the update",
 }

@@ -95,9 +95,9 @@ class _GatherInParts(NamedTuple):
                 for eqn, position in zip(self.products, self.positions, strict=True)
             ]
 
-        first, *others = self.in_split.parts(env[self.gather.invars[0]])
-        gathered, results = _bind(self.gather, [first]), []
-        for part in others:
+        first_part, *other_parts = self.in_split.parts(env[self.gather.invars[0]])
+        gathered, results = _bind(self.gather, [first_part]), []
+        for part in other_parts:
             # A part leaves when the one before has arrived. Else XLA would gather several at once.
             part, gathered = lax.optimization_barrier((part, gathered))
             next_gathered, products = lax.optimization_barrier((_bind(self.gather, [part]), multiply(gathered)))
@@ -134,9 +134,9 @@ class _ScatterInParts(NamedTuple):
         """Add the result of the reduce-scatter to an environment."""
         operands = env.read(self.product.invars)
         multiply = lambda part: _bind(self.product, [part if i == self.position else x for i, x in enumerate(operands)])
-        first, *others = self.in_split.parts(operands[self.position])
-        product, arrived = multiply(first), []
-        for part in others:
+        first_part, *other_parts = self.in_split.parts(operands[self.position])
+        product, arrived = multiply(first_part), []
+        for part in other_parts:
             # The next product starts when this one leaves, and nothing else leaves before both are done.
             part, product = lax.optimization_barrier((part, product))
             scattered, product = lax.optimization_barrier((_bind(self.scatter, [product]), multiply(part)))
@@ -145,18 +145,18 @@ class _ScatterInParts(NamedTuple):
 
 
 def overlap_products(body: Body) -> Body:
-    """Return the body with large collectives of activations over `tensor`, and products beside them, in parts."""
+    """Return the body with its large collectives of activations over `tensor`, and their products, in parts."""
 
     def overlapped(carry: Any, iteration: Any, x: Any) -> Any:
         flat, results = jx.trace(body, carry, iteration, x)
         eqns = jx.live(flat.eqns, flat.outvars)
-        if not (found := _find(eqns, flat.outvars)):
+        if not (by_first_eqn := _find(eqns, flat.outvars)):
             return body(carry, iteration, x)
         env = jx.Environment.of(flat, jax.tree.leaves((carry, iteration, x)))
-        in_parts = {id(eqn) for pair in found.values() for eqn in pair.equations}
+        in_parts = {id(eqn) for pair in by_first_eqn.values() for eqn in pair.equations}
         for eqn in eqns:
-            if id(eqn) in found:
-                found[id(eqn)].compute(env)
+            if id(eqn) in by_first_eqn:
+                by_first_eqn[id(eqn)].compute(env)
             elif id(eqn) not in in_parts:
                 env.compute(eqn)
         return jax.tree.unflatten(jax.tree.structure(results), env.read(flat.outvars))
@@ -176,17 +176,17 @@ def _find(eqns: Sequence[Any], outvars: Iterable[Any]) -> Mapping[int, _GatherIn
         for v in {v for v in eqn.invars if not jx.is_literal(v)}:
             readers.setdefault(v, []).append(eqn)
     later = {v for eqn in eqns for v in eqn.outvars}
-    found: dict[int, _GatherInParts | _ScatterInParts] = {}
+    by_first_eqn: dict[int, _GatherInParts | _ScatterInParts] = {}
     behind_gathers: set[int] = set()
     for eqn in eqns:
         later.difference_update(eqn.outvars)
         readers_of_result = readers.get(eqn.outvars[0], []) if len(eqn.outvars) == 1 else []
         if gather := _gather_in_parts(eqn, readers_of_result, later):
-            found[id(eqn)] = gather
+            by_first_eqn[id(eqn)] = gather
             behind_gathers.update(map(id, gather.products))
         elif id(eqn) not in behind_gathers and (scatter := _scatter_in_parts(eqn, readers_of_result)):
-            found[id(eqn)] = scatter
-    return found
+            by_first_eqn[id(eqn)] = scatter
+    return by_first_eqn
 
 
 def _gather_in_parts(eqn: Any, readers: Sequence[Any], later: set[Any]) -> _GatherInParts | None:

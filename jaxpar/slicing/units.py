@@ -129,7 +129,7 @@ class Unit:
         eqns = list(jx.live(flat.eqns, results))
         required_vars = {v for v in required if not jx.is_literal(v)} - available
         unsaved_bytes = sum(map(jx.nbytes, required_vars)) - sum(map(jx.nbytes, saved))
-        if self.stores_saved and saved == to_save and unsaved_bytes > 0:
+        if self.stores_saved and saved == to_save and unsaved_bytes > 0 and eqns:
             # The forward would write the unsaved values, and the backward would read them.
             eqns[-1] = marked(eqns[-1], "recomputation", 2 * unsaved_bytes)
         run = jx.run(eqns, [*flat.constvars, *flat.invars], results)

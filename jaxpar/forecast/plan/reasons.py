@@ -101,7 +101,7 @@ def reason_to_skip(strategy: Strategy, estimate: Estimate, lines: Sequence[Line]
     fitting = [line for line in lines if line.fits]
     if fitting and (best := min(line.seconds for line in fitting)) < estimate.seconds:
         return (
-            f"at least {1e3 * estimate.seconds:,.0f} ms by closed forms, and a compiled one takes {1e3 * best:,.0f} ms"
+            f"at least {1e3 * estimate.seconds:,.1f} ms by closed forms, and a compiled one takes {1e3 * best:,.1f} ms"
         )
 
     # 2. A line has the same program, or saves fewer activations and does not fit.
@@ -127,9 +127,9 @@ def reason_to_skip(strategy: Strategy, estimate: Estimate, lines: Sequence[Line]
         is_over = len(lines) - 1 - lines.index(best) >= _PATIENCE
         if (is_over or likely > (1 - _GAIN) * best.seconds) and not _may_surprise(strategy, best, lines, usable):
             after = f"; {_PATIENCE} programs in a row were not faster" if is_over else ""
-            return f"{1e3 * likely:,.0f} ms likely, by closed forms and the program of {scaled_to.strategy}{after}"
+            return f"{1e3 * likely:,.1f} ms likely, by closed forms and the program of {scaled_to.strategy}{after}"
 
     # 5. Enough strategies were compiled.
     if len(lines) >= top and (fitting or len(lines) >= 2 * top):
-        return f"at least {1e3 * estimate.seconds:,.0f} ms by closed forms: not among the {top} that were compiled"
+        return f"at least {1e3 * estimate.seconds:,.1f} ms by closed forms: not among the {top} that were compiled"
     return None
