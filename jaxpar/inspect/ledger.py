@@ -36,7 +36,7 @@ from ..hardware.compiled.entry import Nesting, buffer_bytes, merged
 from ..hardware.compiled.kernels import Choice, Done, Executable, Kernel, Operation, Start, While, loops_of_ranks
 from ..program.collectives import KINDS, PRIMITIVES, axes_of
 from ..program.jaxpr import live
-from ..program.trip_counts import most_overflow_trips, share_of
+from ..program.trip_counts import runs_of
 from ..program.walk import fold, opened
 
 FIELDS = tuple(field.name for field in dataclasses.fields(Collective))
@@ -221,11 +221,7 @@ def _eqn_operations(mesh: Any, eqn: Any, inner_operations: Sequence[list[Operati
     if name == "cond":
         return [Choice("", tuple(map(tuple, inner_operations)))]
     if name in ("scan", "while"):
-        # A while loop may run another number of trips on each rank of a pipeline; its name stack tells which.
-        scope = str(eqn.source_info.name_stack) if name == "while" else ""
-        if most_trips := most_overflow_trips(scope):
-            return [Choice("", ((), (While("", most_trips, all_inner_operations),)))]
-        rank_share = share_of(scope)
-        trips = rank_share.runs if rank_share else eqn.params.get("length")
-        return [While("", trips, all_inner_operations, rank=rank_share.rank if rank_share else None)]
+        runs = runs_of(eqn)
+        loop = While("", runs.trips, all_inner_operations, rank=runs.rank)
+        return [Choice("", ((), (loop,)))] if runs.is_rare else [loop]
     return all_inner_operations

@@ -11,14 +11,13 @@ lower bound.
 import contextlib
 import re
 from collections.abc import Sequence
-from fractions import Fraction
 from typing import Any
 
 import jax
 import numpy as np
 
 from . import jaxpr as jx
-from .trip_counts import most_overflow_trips, share_of
+from .trip_counts import Runs, runs_of
 from .walk import fold, opened
 
 # Kind of rewriting -> a sentence for reports.
@@ -74,26 +73,13 @@ def _total(eqns: Sequence[Any], inner_totals: Sequence[Sequence[np.ndarray]]) ->
             total[list(KINDS).index(kind)] += int(num_bytes)
         if eqn.primitive.name == "cond":
             totals = [max(totals, key=np.sum)]
-        num_runs, rank = _runs(eqn, name_stack)
-        inner_total = float(num_runs) * sum(totals, np.zeros(len(KINDS)))
-        if rank is None:
+        runs = runs_of(eqn) if eqn.primitive.name in ("scan", "while") else Runs(1)
+        # A loop of unknown length counts as one iteration, a loop over tokens that overflow as none.
+        num_runs = 0.0 if runs.is_rare else 1.0 if runs.trips is None else float(runs.trips)
+        inner_total = num_runs * sum(totals, np.zeros(len(KINDS)))
+        if runs.rank is None:
             total += inner_total
         else:
-            totals_by_rank[rank] = totals_by_rank.get(rank, 0) + inner_total
+            totals_by_rank[runs.rank] = totals_by_rank.get(runs.rank, 0) + inner_total
     # A device runs the loops of its own rank alone.
     return total + max(totals_by_rank.values(), key=np.sum, default=0)
-
-
-def _runs(eqn: Any, name_stack: str) -> tuple[int | Fraction, int | None]:
-    """Return how often the programs inside an equation run, and on which rank of a pipeline; None for all.
-
-    A while loop of unknown length counts as one iteration, a loop over tokens that overflow as none.
-    """
-    if eqn.primitive.name == "scan":
-        return eqn.params["length"], None
-    if eqn.primitive.name == "while":
-        if most_overflow_trips(name_stack):
-            return 0, None
-        if share := share_of(name_stack):
-            return share.runs, share.rank
-    return 1, None

@@ -14,7 +14,7 @@ and none with a balanced load.
 
 import re
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # `named_scope` puts the name into the name stack of the loop, and JAX appends "/while".
 _NAME = re.compile(r"runs_(\d+)_paces_(\d+)_of_(\d+)(?:_on_(\d+))?(?:/while)?$")
@@ -63,6 +63,31 @@ def most_overflow_trips(name: str) -> int | None:
     """
     match = _OVERFLOW.search(name)
     return int(match[1]) if match else None
+
+
+class Runs(NamedTuple):
+    """How often a loop's body runs in one execution of the loop.
+
+    Attributes:
+      trips: the number of iterations; a fraction for a share of the outer loop's iterations, None if it is unknown.
+      rank: the rank of a pipeline that runs the loop; None if all do.
+      is_rare: whether `trips` is an upper bound, and usually no iteration runs.
+    """
+
+    trips: int | Fraction | None
+    rank: int | None = None
+    is_rare: bool = False
+
+
+def runs_of(eqn: Any) -> Runs:
+    """Return how often the body of a jaxpr's `scan` or `while` runs."""
+    if eqn.primitive.name == "scan":
+        return Runs(eqn.params["length"])
+    name = str(eqn.source_info.name_stack)
+    if most_trips := most_overflow_trips(name):
+        return Runs(most_trips, is_rare=True)
+    share = share_of(name)
+    return Runs(share.runs, share.rank) if share else Runs(None)
 
 
 def times(outer: int, trips: int | Fraction) -> int:
