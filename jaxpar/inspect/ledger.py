@@ -223,5 +223,5 @@ def _eqn_operations(mesh: Any, eqn: Any, inner_operations: Sequence[list[Operati
     if name in ("scan", "while"):
         runs = runs_of(eqn)
         loop = While("", runs.trips, all_inner_operations, rank=runs.rank)
-        return [Choice("", ((), (loop,)))] if runs.is_rare else [loop]
+        return [Choice("", ((), (loop,)))] if runs.is_upper_bound else [loop]
     return all_inner_operations

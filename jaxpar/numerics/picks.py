@@ -88,7 +88,7 @@ def _spread(ct: jax.Array, index: jax.Array, shape: Sequence[int], dim: int, mod
     places = lax.broadcasted_iota(index.dtype, shape, dim)
     is_read = places == jnp.expand_dims(index, dim)
     spread, zeros = jnp.broadcast_to(jnp.expand_dims(ct, dim), shape), jnp.zeros(shape, ct.dtype)
-    # A scatter would write all elements once more, and read them.
+    # A scatter would write all elements into memory, and another kernel would read them. XLA fuses a select.
     with saving("lookups", 2 * spread.size * spread.dtype.itemsize):
         return lax.select(is_read, spread, zeros)
 
@@ -247,7 +247,7 @@ class _Rows:
       dim: the dim of the table along which a row is.
       column: the coordinate of the index vectors that names the element.
       places: for each other dim of the table, in order, the dim of the indices that goes with it; None for a dim of
-        size 1 that goes with none.
+        size 1 without an index.
       unit_dims: the other dims of the indices, of size 1.
     """
 

@@ -218,10 +218,10 @@ def row_scales(eqns: Sequence[Any]) -> set[Any]:
     return {eqn.outvars[0] for eqn in along_rows if eqn.outvars[0].aval.ndim and only_scales(eqn.outvars[0])}
 
 
-def with_marked_sums(eqns: Sequence[Any], scales: set[Any]) -> list[Any]:
-    """Return the equations of a backward with marks on its row sums, each of which saves a read of its rows.
+def mark_row_sums(eqns: Sequence[Any], scales: set[Any]) -> list[Any]:
+    """Return a backward's equations with marks on row sums, each of which saves a read of its rows (`savings.py`).
 
-    A layer norm's variance gets no mark. Its scale follows from the mean too, for which XLA reads the rows once more.
+    A layer norm's variance gets no mark. Its scale follows from the mean too, so that XLA reads the rows twice anyway.
 
     Args:
       eqns: the equations that recompute values.
@@ -231,14 +231,33 @@ def with_marked_sums(eqns: Sequence[Any], scales: set[Any]) -> list[Any]:
     def with_mark(eqn: Any) -> Any:
         if scales.isdisjoint(eqn.outvars):
             return eqn
-        # The numbers for each row that follow from the sum, up to the scale itself, and everything from which they
-        # follow.
+        # 1. The values with one number per row that follow from the sum.
         (row_sum,) = eqn.outvars
-        numbers = [v for v in jx.depends(eqns, [row_sum]) if v.aval.size == row_sum.aval.size]
-        sources = [v for v in jx.free(jx.needed(eqns, numbers)) if v.aval.size > 1]
+        row_values = [v for v in jx.depends(eqns, [row_sum]) if v.aval.size == row_sum.aval.size]
+        # 2. The arrays from which they are computed. XLA reads the rows once if there are no others.
+        sources = [v for v in jx.free(jx.needed(eqns, row_values)) if v.aval.size > 1]
         return marked(eqn, "row_sums", jx.nbytes(sources[0])) if len(sources) == 1 else eqn
 
     return [with_mark(eqn) for eqn in eqns]
+
+
+def mark_recomputation(
+    eqns: Sequence[Any], outputs: Sequence[Any], required: Collection[Any], saved: Sequence[Any]
+) -> list[Any]:
+    """Return a forward's equations with a mark for values that it need not write, and its backward need not read.
+
+    Args:
+      eqns: the equations of the forward.
+      outputs: its results without saved values.
+      required: the variables that the backward reads.
+      saved: the variables that are saved for them.
+    """
+    unsaved_bytes = sum(map(jx.nbytes, required)) - sum(map(jx.nbytes, saved))
+    # Nobody may read a saved value, so the mark is on the last equation that computes an output.
+    last = max((i for i, eqn in enumerate(eqns) if any(v in outputs for v in eqn.outvars)), default=None)
+    if last is None or unsaved_bytes <= 0:
+        return list(eqns)
+    return [*eqns[:last], marked(eqns[last], "recomputation", 2 * unsaved_bytes), *eqns[last + 1 :]]
 
 
 def _smaller_sources(

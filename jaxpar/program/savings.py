@@ -4,8 +4,8 @@ A rewriting marks one equation of the program that it makes:
 
     saves_2048_bytes_by_lookups      each run of the equation moves 2,048 bytes less through the device's memory
 
-The number is what kernels would write and read in addition without the rewriting. Where that depends on XLA, it is a
-lower bound.
+The number of bytes is a lower bound for what a GPU would write and read in addition, if jaxpar made the same program
+without this rewriting. `tests/program/test_savings.py` compares it with compiled programs.
 """
 
 import contextlib
@@ -20,14 +20,14 @@ from . import jaxpr as jx
 from .trip_counts import Runs, runs_of
 from .walk import fold, opened
 
-# Kind of rewriting -> a sentence for reports.
+# For each kind of rewriting, the sentence in reports.
 KINDS = {
     "recomputation": "elementwise values of layers are recomputed, not stored",
     "lookups": "the derivative of a lookup is a select, not a scatter",
     "tanh": "the tanh of a GELU is recomputed, not stored",
-    "row_sums": "a backward reads the input of an RMS norm once",
+    "row_sums": "a backward reads the input of an RMS norm once, not twice",
     "buffers": "buffers that loops fill are allocated without zeros",
-    "gradients": "gradients stay in the compute dtype until the update",
+    "gradients": "gradients stay in 16 bits until the update",
 }
 _NAME = re.compile(rf"saves_(\d+)_bytes_by_({'|'.join(KINDS)})")
 
@@ -50,6 +50,7 @@ def marked(eqn: Any, kind: str, num_bytes: int) -> Any:
 
 def _name(kind: str, num_bytes: int) -> str:
     assert kind in KINDS, kind
+    assert num_bytes >= 0, num_bytes
     return f"saves_{num_bytes}_bytes_by_{kind}"
 
 
@@ -57,7 +58,7 @@ def bytes_saved(jaxpr: Any) -> dict[str, int]:
     """Return the bytes that each kind of rewriting saves on one device in a run of a program.
 
     Args:
-      jaxpr: `jax.make_jaxpr(step)(...)`. Dead equations save nothing.
+      jaxpr: `jax.make_jaxpr(step)(...)`. Equations whose results nobody reads are not counted.
     """
     program = opened(jaxpr)[0]
     totals = fold(jx.live(program.eqns, program.outvars), _total)
@@ -65,7 +66,7 @@ def bytes_saved(jaxpr: Any) -> dict[str, int]:
 
 
 def _total(eqns: Sequence[Any], inner_totals: Sequence[Sequence[np.ndarray]]) -> np.ndarray:
-    """Return the bytes that some equations save, by kind, from those that the programs inside each of them save."""
+    """Return the bytes that equations save, by kind, from those that the programs inside each equation save."""
     total, totals_by_rank = np.zeros(len(KINDS)), dict[int, np.ndarray]()
     for eqn, totals in zip(eqns, inner_totals, strict=True):
         name_stack = str(eqn.source_info.name_stack)
@@ -74,8 +75,8 @@ def _total(eqns: Sequence[Any], inner_totals: Sequence[Sequence[np.ndarray]]) ->
         if eqn.primitive.name == "cond":
             totals = [max(totals, key=np.sum)]
         runs = runs_of(eqn) if eqn.primitive.name in ("scan", "while") else Runs(1)
-        # A loop of unknown length counts as one iteration, a loop over tokens that overflow as none.
-        num_runs = 0.0 if runs.is_rare else 1.0 if runs.trips is None else float(runs.trips)
+        # A loop of unknown length counts as one iteration, and a loop over overflowing tokens as none.
+        num_runs = 0.0 if runs.is_upper_bound else 1.0 if runs.trips is None else float(runs.trips)
         inner_total = num_runs * sum(totals, np.zeros(len(KINDS)))
         if runs.rank is None:
             total += inner_total

@@ -1,4 +1,4 @@
-"""Write into a loop's name how often it runs, for readers of the compiled program. XLA does not know it.
+"""Write into a loop's name how often it runs, for readers of jaxprs and compiled programs. XLA does not know it.
 
 These are loops that run one iteration or none, depending on the iteration of the loop around them:
 
@@ -71,12 +71,12 @@ class Runs(NamedTuple):
     Attributes:
       trips: the number of iterations; a fraction for a share of the outer loop's iterations, None if it is unknown.
       rank: the rank of a pipeline that runs the loop; None if all do.
-      is_rare: whether `trips` is an upper bound, and usually no iteration runs.
+      is_upper_bound: whether there are at most `trips` iterations, and usually none.
     """
 
     trips: int | Fraction | None
     rank: int | None = None
-    is_rare: bool = False
+    is_upper_bound: bool = False
 
 
 def runs_of(eqn: Any) -> Runs:
@@ -84,8 +84,8 @@ def runs_of(eqn: Any) -> Runs:
     if eqn.primitive.name == "scan":
         return Runs(eqn.params["length"])
     name = str(eqn.source_info.name_stack)
-    if most_trips := most_overflow_trips(name):
-        return Runs(most_trips, is_rare=True)
+    if (most_trips := most_overflow_trips(name)) is not None:
+        return Runs(most_trips, is_upper_bound=True)
     share = share_of(name)
     return Runs(share.runs, share.rank) if share else Runs(None)
 

@@ -24,8 +24,15 @@ from jax.core import Tracer
 
 from ..program import jaxpr as jx
 from ..program.buffers import anchor
-from ..program.residuals import Residuals, allowed, cheap, residuals_to_save, row_scales, with_marked_sums
-from ..program.savings import marked
+from ..program.residuals import (
+    Residuals,
+    allowed,
+    cheap,
+    mark_recomputation,
+    mark_row_sums,
+    residuals_to_save,
+    row_scales,
+)
 from .halves import Halves, merge, pick
 from .tanh import by_exponentials
 
@@ -47,8 +54,8 @@ class Unit:
       choice: a letter for each value that the forward would save: keep, offload or recompute it (`Residuals.kept`).
       policy: a `jax.checkpoint` policy for what it may save; None for everything that the backward reads.
       stores_saved: whether saved values are stored until the backward, in the stack of a loop over layers or in a
-        pipeline's stash. In other units, XLA decides which values it stores. Such a unit saves no operand that was
-        gathered along the sequence for a matmul, and gathers it again.
+        pipeline's stash. If so, an operand that was gathered along the sequence for a matmul is not saved, but gathered
+        again. In other units, XLA decides which values it stores.
     """
 
     leaf_indices: tuple[int, ...]
@@ -122,16 +129,17 @@ class Unit:
         to_save, _ = residuals_to_save(flat.eqns, required, available, weight_vars, may_rerun)
         choices = Residuals(flat.eqns, flat.invars, residuals, available, weight_vars, to_save)
         saved, is_on_host, recomputed = choices.kept(self.choice)
-        recomputed = with_marked_sums(recomputed, scales) if self.stores_saved else recomputed
+        if self.stores_saved:
+            recomputed = mark_row_sums(recomputed, scales)
 
         # 3. Build the forward, which returns outputs and saved values, and the vjp function from the saved values.
         results = [*flat.outvars[:num_outputs], *saved]
-        eqns = list(jx.live(flat.eqns, results))
-        required_vars = {v for v in required if not jx.is_literal(v)} - available
-        unsaved_bytes = sum(map(jx.nbytes, required_vars)) - sum(map(jx.nbytes, saved))
-        if self.stores_saved and saved == to_save and unsaved_bytes > 0 and eqns:
-            # The forward would write the unsaved values, and the backward would read them.
-            eqns[-1] = marked(eqns[-1], "recomputation", 2 * unsaved_bytes)
+        eqns = jx.live(flat.eqns, results)
+        if self.stores_saved and saved == to_save:
+            # A value that is the same in all layers, such as a mask, would be stored once in any case.
+            changing = jx.depends(flat.eqns, [*weight_vars, *pick(self.active_inputs, input_vars)])
+            required_vars = {v for v in required if not jx.is_literal(v)} & changing - available
+            eqns = mark_recomputation(eqns, flat.outvars[:num_outputs], required_vars, saved)
         run = jx.run(eqns, [*flat.constvars, *flat.invars], results)
         operands = [*fixed, *weight_vars, *pick(self.held, input_vars)]
         recompute = jx.run(recomputed, [*operands, *saved], residuals)

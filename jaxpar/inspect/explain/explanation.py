@@ -86,8 +86,8 @@ class Explanation:
       loops: lists of blocks and stacks of layers: path -> how many layers, and whether they are one stack or why not.
       moves: the arrays of 1 kB or more that the compiler's partitioner sends for the update, each with parameter, axis,
         line and the spec that would avoid the move.
-      savings: kind of rewriting -> bytes of the device's memory that a step writes and reads less, at least, than JAX's
-        derivatives and loops would.
+      savings: kind of rewriting (`jaxpar/program/savings.py`) -> bytes of memory traffic that it saves on a device in a
+        step, at least. The same program without the rewriting would write and read them in addition.
       values: with remat="auto", the choice for each value that layers leave for their backwards.
       remarks: sentences that help to read the numbers.
     """

@@ -140,7 +140,7 @@ class RuleAccess:
         parts = gradient if isinstance(gradient, tuple) else (gradient,)
         use, dtype = self._use(index, False), self.policy.reduced(self.leaves[index].dtype)
         first, *others = (self.rules[index].finish(part, use) for part in parts)
-        # Otherwise each part would be written and read in the reduce dtype, and so would each sum of parts.
+        # If parts were cast and added as they come, each part and sum would be written and read in the reduce dtype.
         wide_bytes, narrow_bytes = (first.size * d.itemsize for d in (dtype, first.dtype))
         with saving("gradients", 2 * len(parts) * (wide_bytes - narrow_bytes) + 2 * len(others) * wide_bytes):
             first = first.astype(dtype)
