@@ -101,7 +101,7 @@ def test_adapters_are_tuned_on_chats_answer_and_come_back(base: Path, capsys: py
         ("--model ./base", "the default data are bytes, which are no tokens of ./base; name yours: --data chats.jsonl"),
         ("--model ./base --data chats.jsonl --length 8", "longer than --length 8: 24, chats.jsonl:1 (49), "),
         ("--model llama-tiny --adapter adapters", "--adapter adapters needs the folder of its base: --model ./folder"),
-        ("--model ./base --adapter none --data chats.jsonl", "none lacks adapter_config.json"),
+        ("--model ./base --adapter none --data chats.jsonl", "there is no folder none; give the folder that has"),
         ("--model ./base,lora=2,lora_targets=all --data chats.jsonl", "lora_targets='all' names all; join some of"),
     ],
 )
