@@ -94,7 +94,7 @@ DEFECTS = (
            "total = old + lax.expand_dims(layer, (self.dim,))", "total = lax.expand_dims(layer, (self.dim,))",
            "Of a layer that is used twice only one use's gradient counts."),
     Defect("late-sum", "parallel/data/access.py", "parallel/data/test_grad_dtype.py::test_gradients_of_a_tied_embedding_are_the_same_to_the_bit",
-           "return sum((part.astype(dtype) for part in others), first)", "return first",
+           "return sum((part.astype(dtype) for part in other_parts), total)", "return total",
            "The update receives the gradient of one of a tied leaf's two uses."),
     Defect("small-tanh", "slicing/tanh.py", "slicing/test_tanh.py::test_what_stays",
            "return adds_x and product not in outvars", "return True",

@@ -139,12 +139,12 @@ class RuleAccess:
         """Return the gradient that the update receives, from the accumulated one."""
         parts = gradient if isinstance(gradient, tuple) else (gradient,)
         use, dtype = self._use(index, False), self.policy.reduced(self.leaves[index].dtype)
-        first, *others = (self.rules[index].finish(part, use) for part in parts)
+        first_part, *other_parts = (self.rules[index].finish(part, use) for part in parts)
         # If parts were cast and added as they come, each part and sum would be written and read in the reduce dtype.
-        wide_bytes, narrow_bytes = (first.size * d.itemsize for d in (dtype, first.dtype))
-        with saving("gradients", 2 * len(parts) * (wide_bytes - narrow_bytes) + 2 * len(others) * wide_bytes):
-            first = first.astype(dtype)
-        return sum((part.astype(dtype) for part in others), first)
+        wide_bytes, narrow_bytes = (first_part.size * d.itemsize for d in (dtype, first_part.dtype))
+        with saving("gradients", 2 * len(parts) * (wide_bytes - narrow_bytes) + 2 * len(other_parts) * wide_bytes):
+            total = first_part.astype(dtype)
+        return sum((part.astype(dtype) for part in other_parts), total)
 
 
 class SpreadAccess:
