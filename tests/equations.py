@@ -15,7 +15,6 @@ from jax.interpreters import ad
 from jax.lax import linalg
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpar.numerics.picks import pick
 from jaxpar.program import jaxpr as jx
 
 RANKS = 2  # of the axis "i", over which collectives go
@@ -575,13 +574,6 @@ def _gather(draw: Draw, name: str) -> Call:
     index, indices = _indexed(draw, x)
     mode = draw.one("clip", "fill", "promise_in_bounds")
     return lambda x, *i: x.at[index(*i)].get(mode=mode), x, *indices
-
-
-@example("pick")
-def _pick(draw: Draw, name: str) -> Call:
-    x = draw.tensor(2, 4)
-    dim = draw.number(x.ndim)
-    return lambda x, i: pick(x, i, dim), x, places(draw, x.shape[dim], [*x.shape[:dim], *x.shape[dim + 1 :]])
 
 
 @example("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")

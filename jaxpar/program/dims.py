@@ -21,7 +21,7 @@ from . import factors, primitives
 from .environment import through
 from .walk import is_literal, propagate, scan_parts, settled
 
-LOOKED_UP = ("gather", "pick", "dynamic_slice")  # the result is a view of the first operand, of some of its elements
+LOOKED_UP = ("gather", "dynamic_slice")  # the result is a view of the first operand, of some of its elements
 
 
 class DimPart(NamedTuple):

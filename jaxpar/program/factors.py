@@ -333,12 +333,6 @@ def gather(eqn: Any) -> Iterable[Factor]:
             yield Factor((d, None), (out_dim,), params=lambda local, d=d: {"slice_sizes": local(sizes, d)})
 
 
-def pick(eqn: Any) -> Iterable[Factor]:
-    """Yield the dims of rows: all but the one along which an element is picked."""
-    dim = eqn.params["dim"]
-    return (Factor((d, d - (d > dim)), (d - (d > dim),)) for d in range(len(shapes(eqn)[0][0])) if d != dim)
-
-
 def scatter(eqn: Any) -> Iterable[Factor]:
     """Yield the dims that updates cover, and the batch dims: rows of indices that write into their own rows."""
     (x, _, updates), n = shapes(eqn)[0], eqn.params["dimension_numbers"]
@@ -405,7 +399,6 @@ primitive("iota", cheap=True)
 primitive("dynamic_slice", dynamic_slice, kernel=True, linear="first")
 primitive("dynamic_update_slice", dynamic_update_slice, kernel=True)
 primitive("gather", gather, kernel=True, linear="first")
-primitive("pick", pick, kernel=True, linear="first")  # numerics/picks.py
 primitive("scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max", scatter, kernel=True)
 
 # Reductions, scans along a dim, sorts and windows.

@@ -6,7 +6,7 @@ Everything here reads programs that JAX has traced; nothing knows of devices or 
 import math
 import operator
 import os
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -245,6 +245,39 @@ def free(eqns: Iterable[Any], outvars: Iterable[Any] = ()) -> list[Any]:
 def nbytes(var: Any) -> int:
     """Return the size of a variable or literal in bytes."""
     return var.aval.size * var.aval.dtype.itemsize
+
+
+def instead_of(eqn: Any, fun: Callable[..., Any]) -> list[Any]:
+    """Return the equations of `fun(*operands)` that replace an equation: they define its results."""
+    flat, _ = trace(fun, *map(type_of, eqn.invars))
+    names = Environment(zip((*flat.invars, *flat.outvars), (*eqn.invars, *eqn.outvars), strict=True), itself)
+    renamed = lambda e: e.replace(invars=names.read(e.invars), outvars=names.read(e.outvars))
+    return [renamed(e).replace(source_info=eqn.source_info) for e in flat.eqns]
+
+
+def constant(eqns: Sequence[Any], var: Any, consts: Mapping[Any, Any]) -> np.ndarray | None:
+    """Return the value of a variable that follows from known arrays alone; None for any other variable.
+
+    Args:
+      consts: the arrays that are known, by variable.
+    """
+    needed_eqns = needed(eqns, [var], consts)
+    inputs = free(needed_eqns, [var])
+    # An equation with effects may name an axis.
+    if not consts.keys() >= set(inputs) or any(eqn.effects for eqn in needed_eqns):
+        return None
+    # A program may be being traced here, so the equations must be evaluated eagerly.
+    with jax.ensure_compile_time_eval():
+        return np.asarray(run(needed_eqns, inputs, [var])(*(consts[v] for v in inputs))[0])
+
+
+def readers(eqns: Iterable[Any], outvars: Iterable[Any] = ()) -> dict[Any, list[Any]]:
+    """Return the equations that read each variable; the first is None for `outvars`, which the caller reads."""
+    readers_by_var: dict[Any, list[Any]] = {v: [None] for v in outvars if not is_literal(v)}
+    for eqn in eqns:
+        for v in dict.fromkeys(v for v in eqn.invars if not is_literal(v)):
+            readers_by_var.setdefault(v, []).append(eqn)
+    return readers_by_var
 
 
 def communicates(eqns: Iterable[Any], primitives: Collection[str] = REDUCTIONS) -> bool:

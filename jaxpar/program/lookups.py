@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from . import jaxpr as jx
 from .environment import through
 from .walk import propagate
@@ -59,6 +61,13 @@ class _Vectors(NamedTuple):
     """Index vectors along the last dim: the input whose elements each coordinate holds; None for another value."""
 
     parts: tuple[_Elements | None, ...]
+
+
+def counting_dim(indices: np.ndarray) -> int | None:
+    """Return the dim along which integers are 0, 1, 2, ..., constant in all other dims; None if there is none."""
+    shape = indices.shape
+    counts = [np.arange(n).reshape([n if i == d else 1 for i in range(len(shape))]) for d, n in enumerate(shape)]
+    return next((d for d, count in enumerate(counts) if (indices == count).all()), None)
 
 
 def lookups(flat: jx.Flat, inputs: Sequence[int]) -> dict[int, Lookup]:

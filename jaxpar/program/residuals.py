@@ -161,11 +161,17 @@ def residuals_to_save(
     Returns:
       The variables to save, and the equations that recompute the others from them.
     """
-    known_vars, barred = set(known_vars), set(barred)
-    # The equation that can recompute a variable.
-    may_rerun = lambda eqn: (cheap(eqn) or _is_constant(eqn)) and not eqn.effects
-    cheap_eqn_of = {v: eqn for eqn in eqns if may_rerun(eqn) for v in eqn.outvars}
-    residuals = list(residuals)
+    barred, residuals = set(barred), list(residuals)
+    # The equation that can recompute a variable, and the variables that follow from literals alone. If a layer saved
+    # these, such as the 1 in JAX's derivative of tanh, each would write and read them, and XLA could not fold them.
+    cheap_eqn_of: dict[Any, Any] = {}
+    constants: set[Any] = set()
+    for eqn in eqns:
+        is_constant = all(jx.is_literal(v) or v in constants for v in eqn.invars)
+        if (cheap(eqn) or all(map(jx.is_literal, eqn.invars))) and not eqn.effects:
+            cheap_eqn_of |= dict.fromkeys(eqn.outvars, eqn)
+            constants.update(eqn.outvars if is_constant else ())
+    known_vars = constants.union(known_vars)
     saved_vars = dict.fromkeys(v for v in residuals if not jx.is_literal(v) and v not in known_vars)
     # From last to first, so that the operands that are saved instead of a result are considered in their turn.
     for eqn in reversed(eqns):
@@ -174,15 +180,7 @@ def residuals_to_save(
             if replacement is not None:
                 del saved_vars[result]
                 saved_vars.update(replacement)
-    return list(saved_vars), jx.needed(eqns, residuals, {*saved_vars, *known_vars})
-
-
-def _is_constant(eqn: Any) -> bool:
-    """Return whether an equation computes scalars from literals alone, such as the 1 in JAX's derivative of tanh.
-
-    If a layer saved such a scalar, each would write and read it, and XLA could not fold it.
-    """
-    return all(map(jx.is_literal, eqn.invars)) and all(v.aval.ndim == 0 for v in eqn.outvars)
+    return list(saved_vars), jx.needed(eqns, residuals, {*saved_vars, *known_vars} - constants)
 
 
 def row_scales(eqns: Sequence[Any]) -> set[Any]:
@@ -195,10 +193,7 @@ def row_scales(eqns: Sequence[Any]) -> set[Any]:
 
     A mean m that is subtracted is not such a sum: `sum dy (x - m)` needs m first, and so another pass over x.
     """
-    readers: dict[Any, list[Any]] = {}
-    for eqn in eqns:
-        for v in {v for v in eqn.invars if not jx.is_literal(v)}:
-            readers.setdefault(v, []).append(eqn)
+    readers = jx.readers(eqns)
 
     def only_scales(var: Any) -> bool:
         return all(_scales(eqn, var) for eqn in readers.get(var, ()))

@@ -171,10 +171,7 @@ def _find(eqns: Sequence[Any], outvars: Iterable[Any]) -> Mapping[int, _GatherIn
       eqns: the equations of a program.
       outvars: its results.
     """
-    readers: dict[Any, list[Any]] = {v: [None] for v in outvars if not jx.is_literal(v)}  # None: the caller
-    for eqn in eqns:
-        for v in {v for v in eqn.invars if not jx.is_literal(v)}:
-            readers.setdefault(v, []).append(eqn)
+    readers = jx.readers(eqns, outvars)
     later = {v for eqn in eqns for v in eqn.outvars}
     by_first_eqn: dict[int, _GatherInParts | _ScatterInParts] = {}
     behind_gathers: set[int] = set()

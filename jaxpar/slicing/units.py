@@ -34,6 +34,7 @@ from ..program.residuals import (
     row_scales,
 )
 from .halves import Halves, merge, pick
+from .scatters import by_selects
 from .tanh import by_exponentials
 
 
@@ -217,7 +218,9 @@ class Unit:
 
         flat, results = jx.trace(pull, list(self.shapes), held_inputs, values, cotangents, remats=remats)
         # `pull` takes all leaves, but most backwards read only some of them: only these are fetched again.
-        eqns = jx.live(by_exponentials(oriented(flat.eqns, flat.outvars), flat.outvars), flat.outvars)
+        consts = {v: x for v, x in zip(flat.constvars, flat.consts, strict=True) if not isinstance(x, Tracer)}
+        eqns = by_selects(by_exponentials(oriented(flat.eqns, flat.outvars)), consts)
+        eqns = jx.live(eqns, flat.outvars)
         read_vars = set(jx.free(eqns, flat.outvars))
         reads = tuple(v in read_vars for v in flat.invars[: len(self.shapes)])
         return flat, eqns, reads, jax.tree.structure(results)

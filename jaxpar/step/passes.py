@@ -2,7 +2,7 @@
 
     equations on all ranks  --take attention, roll-->  the same on all ranks
                             --split, exchange, localise-->  one rank of `context`, `expert`, `tensor`
-                            --chunk, pick, double, quantise-->  less memory and traffic, more overlap, float8 products
+                            --chunk, double, quantise-->        less memory and traffic, more overlap, float8 products
 
 `PASSES` lists them in order. A pass takes a `PlacedLoss` and returns another with the same values on all devices
 together. A `PlacedLoss` knows which part of each parameter its equations read, so that a later pass finds the dims that
@@ -19,7 +19,6 @@ from ..layout.layout import Layout
 from ..layout.leaves import Leaf
 from ..numerics.fp8 import in_fp8, of_blocks
 from ..numerics.logits import Logits, chunked
-from ..numerics.picks import with_picks
 from ..parallel.context import RULES as CONTEXT_RULES
 from ..parallel.context import AttentionMode, WholeLoss, calls, choose, split_sequence
 from ..parallel.context.attention import spelled
@@ -237,11 +236,6 @@ def _chunk(setting: Setting, loss: PlacedLoss, notes: Notes) -> PlacedLoss:
     return replace(loss, flat=flat)
 
 
-def _pick(setting: Setting, loss: PlacedLoss, notes: Notes) -> PlacedLoss:
-    """Look up one element per row, such as a label's logit, so that the backward is a select (numerics/picks.py)."""
-    return replace(loss, flat=with_picks(loss.flat))
-
-
 def _double(setting: Setting, loss: PlacedLoss, notes: Notes) -> PlacedLoss:
     """Put the equations of concurrent microbatches side by side; they share parameters and variables."""
     num_shared, concurrent = len(loss.placements) + len(jax.tree.leaves(loss.inputs[0])), setting.strategy.concurrent
@@ -279,7 +273,7 @@ def _always(setting: Setting) -> bool:
 
 
 # The order matters: the first two passes read whole parameters; the next three take one rank's part of them, each from
-# the part that the pass before has left (`PlacedLoss.placements`); the last four rewrite the program of one rank.
+# the part that the pass before has left (`PlacedLoss.placements`); the last three rewrite the program of one rank.
 PASSES = (
     LossPass("take attention", _always, _take_attention),
     LossPass("roll", _always, _roll),
@@ -287,7 +281,6 @@ PASSES = (
     LossPass("exchange", lambda setting: setting.sizes["expert"] > 1, _exchange),
     LossPass("localise", lambda setting: setting.sizes["tensor"] > 1, _localise),
     LossPass("chunk", _always, _chunk),
-    LossPass("pick", _always, _pick),
     LossPass("double", lambda setting: setting.strategy.concurrent > 1, _double),
     LossPass("quantise", lambda setting: setting.strategy.precision == "fp8", _quantise),
 )

@@ -20,7 +20,6 @@ from jaxpar.program import jaxpr as jx
 from jaxpar.program import trip_counts
 from jaxpar.program.savings import KINDS, bytes_saved, marked, saving
 from jaxpar.slicing import units
-from jaxpar.step import passes
 
 GPT, LLAMA = ("gpt2", {"layers": 2}, 16, 1024), ("llama-tiny", {"layers": 2, "dim": 4096, "heads": 32}, 4, 1024)
 
@@ -45,8 +44,8 @@ def add_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 # addition to those that its marks say. XLA copies values that a loop saves once more.
 REWRITINGS: dict[str, tuple[Any, Callable[[pytest.MonkeyPatch], None], float]] = {
     "recomputation": (GPT, lambda patch: patch.setattr(units, "residuals_to_save", save_all), 2),
-    "lookups": (GPT, lambda patch: patch.setattr(passes, "with_picks", lambda flat: flat), 1.02),
-    "tanh": (GPT, lambda patch: patch.setattr(units, "by_exponentials", lambda eqns, outvars: eqns), 1.02),
+    "lookups": (GPT, lambda patch: patch.setattr(units, "by_selects", lambda eqns, consts: eqns), 1.02),
+    "tanh": (GPT, lambda patch: patch.setattr(units, "by_exponentials", lambda eqns: eqns), 1.02),
     "row_sums": (LLAMA, lambda patch: patch.setattr(units, "row_scales", lambda eqns: set()), 1.02),
     "buffers": (GPT, lambda patch: patch.setattr(lax, "empty", jnp.zeros), 1.02),
     "gradients": (GPT, add_at_once, 1.02),

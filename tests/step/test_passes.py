@@ -31,13 +31,13 @@ def traced(monkeypatch: pytest.MonkeyPatch, name: str, strategy: str, count: int
 @pytest.mark.parametrize(
     ("name", "strategy", "applied"),
     [
-        ("llama-tiny", "data=2", {"take attention", "roll", "chunk", "pick"}),
-        ("llama-tiny", "context=2,tensor=2", {"take attention", "roll", "split", "localise", "chunk", "pick"}),
-        ("mixtral-tiny", "expert=2,tensor=2", {"take attention", "roll", "exchange", "localise", "chunk", "pick"}),
+        ("llama-tiny", "data=2", {"take attention", "roll", "chunk"}),
+        ("llama-tiny", "context=2,tensor=2", {"take attention", "roll", "split", "localise", "chunk"}),
+        ("mixtral-tiny", "expert=2,tensor=2", {"take attention", "roll", "exchange", "localise", "chunk"}),
         (
             "llama-tiny",
             "data=2,microbatches=2,concurrent=2,precision=fp8",
-            {"take attention", "roll", "chunk", "pick", "double", "quantise"},
+            {"take attention", "roll", "chunk", "double", "quantise"},
         ),
     ],
 )

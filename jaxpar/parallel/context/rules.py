@@ -24,6 +24,7 @@ from ...model import permutations
 from ...program import factors, kernels
 from ...program import jaxpr as jx
 from ...program.environment import through
+from ...program.lookups import counting_dim
 from ...program.primitives import having
 from ...program.walk import called, propagate
 from ..tensor import RULES as TENSOR
@@ -46,7 +47,7 @@ from .ops import (
     usp_attention,
 )
 from .places import constant, place_positions, with_split
-from .split import PARTIAL, Split, counting_dim, pad_positions, reshape_split
+from .split import PARTIAL, Split, pad_positions, reshape_split
 
 Rule = Callable[[Any, Any, Sequence[LocalValue]], Found | None]
 RULES: dict[str, Rule] = {**TENSOR, BY_FACTORS: follow}
@@ -173,7 +174,8 @@ def _lookup(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue])
     concatenation, columns = indices.made
     if concatenation.primitive.name != "concatenate" or len(columns) != indices.shape[-1]:
         return None
-    dim = counting_dim(columns[column])
+    positions = constant(columns[column])
+    dim = None if positions is None else counting_dim(positions[..., 0])
     if dim is None or indices.shape[dim] != table.shape[table.dim] or indices.dim not in (None, dim):
         return None  # it looks up other positions
     # Locally, a rank's positions are numbered from 0.

@@ -25,8 +25,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.core import Tracer
 
 from ...program import factors, primitives
 from ...program import jaxpr as jx
@@ -177,25 +175,3 @@ def part_from_inputs(
 def is_constant_along(x: LocalValue, dim: int) -> bool:
     """Return whether a whole value is the same for all positions along a dim, and is broadcast along it."""
     return not x.shape or x.shape[dim] == 1
-
-
-def counting_dim(x: LocalValue) -> int | None:
-    """Return the dim along which a whole value is 0, 1, 2, ..., constant in all other dims; None if none is known."""
-    if x.made is None:
-        return None
-    eqn, inputs = x.made
-    name = eqn.primitive.name
-    if name == "iota":
-        return eqn.params["dimension"]
-    if name == "select_n" and len(inputs) == 3 and (predicate := inputs[0].made) is not None:
-        # NumPy indexing: select(i < 0, i, i + n), for indices that count from the end. No count is below 0.
-        comparison, sides = predicate
-        bound = sides[-1].value
-        is_zero = not isinstance(bound, Tracer) and bool(np.all(bound == 0))
-        is_never_true = comparison.primitive.name == "lt" and counting_dim(sides[0]) is not None and is_zero
-        return counting_dim(inputs[1]) if is_never_true else None
-    dim = counting_dim(inputs[0]) if primitives.of(eqn).view else None
-    if dim is None or inputs[0].shape[dim] == 1:
-        return None
-    output_dim = next((f.outs[0] for f in factors.of(eqn) if f.ins[0] == dim), None)
-    return output_dim if output_dim is not None and x.shape[output_dim] == inputs[0].shape[dim] else None

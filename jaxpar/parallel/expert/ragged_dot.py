@@ -162,11 +162,7 @@ def runs(flat: jx.Flat, rules: Any) -> Iterator[ExpertRun]:
     if not any(map(_is_grouped_matmul, flat.eqns)):
         return
     producers = {v: eqn for eqn in flat.eqns for v in eqn.outvars}
-    readers: dict[Any, list[Any]] = {v: [None] for v in flat.outvars if not jx.is_literal(v)}
-    for eqn in flat.eqns:
-        for v in eqn.invars:
-            if not jx.is_literal(v):
-                readers.setdefault(v, []).append(id(eqn))
+    readers = jx.readers(flat.eqns, flat.outvars)
     groups = _sizes_by_variable(flat.eqns, producers, rules)
     finished_ids: set[int] = set()
     # From the end: the last grouped matmul of a run comes first, and its run takes as many earlier ones as it can.
@@ -179,7 +175,7 @@ def runs(flat: jx.Flat, rules: Any) -> Iterator[ExpertRun]:
         # A run has one result. If another equation (or the program, None) reads an inner value too, the last grouped
         # matmul alone is the run.
         inner_vars = [v for eqn in run_eqns if eqn is not last and not repeats(eqn) for v in eqn.outvars]
-        if all(reader in run_ids for v in inner_vars for reader in readers.get(v, ())):
+        if all(id(reader) in run_ids for v in inner_vars for reader in readers.get(v, ())):
             run = _expert_run([eqn for eqn in flat.eqns if id(eqn) in run_ids], rules)
         run = run or _expert_run([last], rules)
         assert run is not None

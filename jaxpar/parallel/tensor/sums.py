@@ -203,7 +203,7 @@ def _all_to_all(localiser: Localiser, eqn: Any, inputs: Sequence[LocalValue]) ->
 def with_column(indices: jax.Array, column: int, values: jax.Array) -> jax.Array:
     """Return index vectors [..., coordinates] with other values [...] of one coordinate.
 
-    It concatenates columns instead of updating one in place, so that `numerics/picks.py` can follow each of the others.
+    It concatenates columns, so that `slicing/scatters.py` can follow each. An update in place would hide them.
     """
     columns = lambda start, end: lax.slice_in_dim(indices, start, end, axis=-1)
     new_column = values[..., None].astype(indices.dtype)

@@ -63,11 +63,7 @@ def _forward_times(eqns: Sequence[Any], nested_times: Sequence[Sequence[list[flo
     Args:
       nested_times: for each equation, the times of the equations in each of its nested programs.
     """
-    readers: dict[Any, list[Any]] = {}
-    for eqn in eqns:
-        for v in eqn.invars:
-            if not jx.is_literal(v):
-                readers.setdefault(v, []).append(eqn)
+    readers = jx.readers(eqns)
 
     # From the last equation to the first: whether a value is written depends on its readers.
     is_written: dict[Any, bool] = {}

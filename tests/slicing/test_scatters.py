@@ -1,4 +1,4 @@
-"""Lookups of one element per row, whose backward is a select: against JAX's own, under strategies, and in bytes."""
+"""Scatters of one element per row, which become selects: against JAX's own, under strategies, and in bytes."""
 
 import re
 from collections.abc import Callable
@@ -14,10 +14,10 @@ import jaxpar as jp
 from jaxpar.hardware.compiled.cost import Costs
 from jaxpar.hardware.devices import target
 from jaxpar.models import named
-from jaxpar.numerics.picks import with_picks
 from jaxpar.program import jaxpr as jx
 from jaxpar.program.savings import bytes_saved
 from jaxpar.program.walk import visit
+from jaxpar.slicing.scatters import by_selects
 
 B, T, V = 3, 4, 6
 # Labels within the row, from its end, and beyond both ends.
@@ -44,35 +44,27 @@ FORMS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-def both(fun: Callable[..., Any], *args: jax.Array) -> tuple[Any, Any, int]:
-    """Return a function as it is traced, the same with picks, and the number of picks."""
-    flat, _ = jx.trace(fun, *args)
-    picks = with_picks(flat)
-    num_picks = sum(eqn.primitive.name == "pick" for eqn, _ in visit(picks.eqns))
-    run = lambda flat: (
-        lambda *xs: jx.run(flat.eqns, (*flat.constvars, *flat.invars), flat.outvars)(*flat.consts, *xs)[0]
-    )
-    return run(flat), run(picks), num_picks
+def both(gradient: Callable[..., Any], z: jax.Array) -> tuple[jax.Array, jax.Array, list[int]]:
+    """Return a gradient by selects and by JAX, and the number of scatters in each."""
+    flat, _ = jx.trace(gradient, z)
+    eqns = by_selects(flat.eqns, dict(zip(flat.constvars, flat.consts, strict=True)))
+    programs = eqns, flat.eqns
+    counts = [sum(eqn.primitive.name == "scatter-add" for eqn, _ in visit(eqns)) for eqns in programs]
+    runs = (jx.run(eqns, (*flat.constvars, *flat.invars), flat.outvars)(*flat.consts, z)[0] for eqns in programs)
+    return *runs, counts
 
 
+@pytest.mark.parametrize("over", ["one", "vmap"])
 @pytest.mark.parametrize("name", FORMS)
-def test_values_and_derivatives_are_those_of_the_gather(name: str) -> None:
-    """Whatever the indices: those out of range too, which JAX fills with NaN, clips, or drops from the gradient."""
+def test_gradients_are_those_of_the_scatter(name: str, over: str) -> None:
+    """Whatever the indices: those out of range too, which JAX clips, or drops from the gradient."""
     random = np.random.default_rng(0)
-    z, tangent = (jnp.asarray(random.normal(size=(B, T, V)), jnp.float32) for _ in range(2))
+    z = jnp.asarray(random.normal(size=(2, B, T, V)), jnp.float32)
     weights = jnp.asarray(random.normal(size=(B, T)), jnp.float32)
-    gathered, picked, num_picks = both(FORMS[name], z)
-    assert num_picks == 1
-
-    def results(fun: Any) -> list[Any]:
-        gradient = jax.grad(lambda z: (fun(z) * weights).sum())
-        square = lambda z: (jnp.nan_to_num(fun(z)) ** 2 * weights).sum()
-        pair = jnp.stack([z, z + 1])
-        forward = fun(z), jax.jvp(fun, (z,), (tangent,)), jax.vmap(fun)(pair)
-        return jax.tree.leaves((forward, gradient(z), jax.vmap(gradient)(pair), jax.hessian(square)(z)))
-
-    for result, expected in zip(results(picked), results(gathered), strict=True):
-        np.testing.assert_array_equal(result, expected)
+    gradient = jax.grad(lambda z: (FORMS[name](z) * weights).sum())
+    new, old, counts = both(*((gradient, z[0]) if over == "one" else (jax.vmap(gradient), z)))
+    assert counts[1] - counts[0] == 1
+    np.testing.assert_array_equal(new, old)
 
 
 @pytest.mark.parametrize(
@@ -82,23 +74,19 @@ def test_values_and_derivatives_are_those_of_the_gather(name: str) -> None:
         lambda z: jnp.take_along_axis(z, LABELS[..., :2, None] % V, 1)[..., 0],  # not every row is read
         lambda z: jnp.take_along_axis(z, jnp.argsort(z, -1)[..., :2], -1),  # two of each row
         lambda z: z.reshape(-1, V)[jnp.arange(B * T)[::-1], FLAT],  # not in the rows' order
-        lambda z: jnp.take_along_axis(z.astype(jnp.int32), LABELS[..., None], -1),  # without a derivative
         lambda z: jnp.take_along_axis(z[..., :1], LABELS[..., None], -1),  # of one element
         # A select by a Python bool was a raw TypeError.
         lambda z: z.reshape(-1, V)[jax.lax.select(True, jnp.zeros(B * T, jnp.int32), jnp.arange(B * T)), FLAT],
     ],
 )
 def test_other_lookups_stay(fun: Any) -> None:
-    assert both(fun, jnp.ones((B, T, V)))[2] == 0
+    assert both(jax.grad(lambda z: fun(z).sum()), jnp.ones((B, T, V)))[2] == [1, 1]
 
 
-def test_a_line_that_runs_twice_picks_twice() -> None:
-    """The second of two checkpoints of one line kept its gather, since it added no line to the report."""
-    losses = jax.checkpoint(lambda z: jnp.take_along_axis(z, LABELS[..., None], -1)[..., 0])
-    flat = with_picks(jx.trace(lambda z: losses(z) + losses(2 * z), jnp.ones((B, T, V)))[0])
-    names = [eqn.primitive.name for eqn, _ in visit(flat.eqns)]
-    assert names.count("pick") == 2
-    assert "gather" not in names
+def test_a_scatter_into_values_stays() -> None:
+    """A select would lose the values that a scatter adds to."""
+    scatter = lambda z: z.reshape(-1, V).at[jnp.arange(B * T), FLAT].add(1)
+    assert both(scatter, jnp.ones((B, T, V)))[2] == [1, 1]
 
 
 WORDS, DIM = 16, 8
