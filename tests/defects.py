@@ -100,7 +100,7 @@ DEFECTS = (
            "jnp.abs(x) < 1 / 16", "jnp.abs(x) < 0",
            "A small tanh is computed by a formula that loses its digits."),
     Defect("subtracted-mean", "program/residuals.py", "program/test_residuals.py::test_sums_that_scale_rows",
-           'return all(reader.primitive.name == "mul" for reader in readers.get(result, ()))', "return True",
+           'return all(product.primitive.name == "mul" for product in products)', "return True",
            "A mean that is subtracted is computed again, in one more pass over the rows."),
     Defect("unread-layer", "slicing/layer_access.py", "program/test_uninitialized.py",
            "is_filled = num_written == shard.shape[dim]", "is_filled = True",

@@ -72,12 +72,14 @@ def scan(body: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any, length
     first_x = jax.tree.map(lambda x: lax.index_in_dim(x, 0, keepdims=False), xs)
     traced, shapes = jax.make_jaxpr(body, return_shape=True)(init, first_x)
     run, (carry_tree, y_tree) = jec.jaxpr_as_fun(traced), map(jax.tree.structure, shapes)
-    y_avals = traced.out_avals[carry_tree.num_leaves :]
-    is_carried = [not aval.weak_type and aval.memory_space == DEVICE for aval in y_avals]
-    select_carried = lambda ys: [y for y, in_carry in zip(ys, is_carried, strict=True) if in_carry]
-    select_scanned = lambda ys: [y for y, in_carry in zip(ys, is_carried, strict=True) if not in_carry]
+    n = carry_tree.num_leaves
     # An index that may be negative becomes a `select`, which would hide from XLA that the loop fills the buffer.
     write = functools.partial(lax.dynamic_update_index_in_dim, axis=0, allow_negative_indices=False)
+
+    def allocate(aval: Any) -> jax.Array | None:
+        """Return the buffer of a result; None if `lax.scan` stacks it."""
+        is_carried = not aval.weak_type and aval.memory_space == DEVICE
+        return uninitialized((length, *aval.shape), aval.dtype) if is_carried else None
 
     # 2. Run the loop. The number of an iteration is read from an array. If it were counted, XLA's collective pipeliner
     # would see that iterations write layer after layer, and move collectives that are meant for this iteration to the
@@ -85,15 +87,15 @@ def scan(body: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any, length
     def fill(state: Any, scanned: Any) -> Any:
         (carry, buffers), (number, x) = state, scanned
         results = run(*jax.tree.leaves((carry, x)))
-        carry, ys = jax.tree.unflatten(carry_tree, results[: carry_tree.num_leaves]), results[carry_tree.num_leaves :]
-        buffers = [write(buffer, y, number) for buffer, y in zip(buffers, select_carried(ys), strict=True)]
-        return (carry, buffers), select_scanned(ys)
+        pairs = list(zip(buffers, results[n:], strict=True))
+        filled = [None if buffer is None else write(buffer, y, number) for buffer, y in pairs]
+        stacked = [y if buffer is None else None for buffer, y in pairs]
+        return (jax.tree.unflatten(carry_tree, results[:n]), filled), stacked
 
-    buffers = [uninitialized((length, *aval.shape), aval.dtype) for aval in select_carried(y_avals)]
-    state, scanned = (init, buffers), (jnp.arange(length), xs)
-    (carry, buffers), stacked = lax.scan(fill, state, scanned, length=length, reverse=reverse)
-    filled, stacked = iter(buffers), iter(stacked)
-    return carry, jax.tree.unflatten(y_tree, [next(filled if in_carry else stacked) for in_carry in is_carried])
+    state, scanned = (init, [allocate(aval) for aval in traced.out_avals[n:]]), (jnp.arange(length), xs)
+    (carry, filled), stacked = lax.scan(fill, state, scanned, length=length, reverse=reverse)
+    ys = [y if buffer is None else buffer for buffer, y in zip(filled, stacked, strict=True)]
+    return carry, jax.tree.unflatten(y_tree, ys)
 
 
 def zero_after(x: jax.Array, dtype: Any) -> jax.Array:

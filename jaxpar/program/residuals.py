@@ -196,17 +196,16 @@ def row_scales(eqns: Sequence[Any]) -> set[Any]:
     readers = jx.readers(eqns)
 
     def only_scales(var: Any) -> bool:
-        return all(_scales(eqn, var) for eqn in readers.get(var, ()))
+        return all(scales(eqn, var) for eqn in readers.get(var, ()))
 
-    def _scales(eqn: Any, var: Any) -> bool:
+    def scales(eqn: Any, var: Any) -> bool:
         if len(eqn.outvars) != 1:  # a callback has no result
             return False
         result = eqn.outvars[0]
         if result.aval.size == var.aval.size:  # a function of it, for each row
             return cheap(eqn) and only_scales(result)
-        if eqn.primitive.name == "broadcast_in_dim":
-            return all(reader.primitive.name == "mul" for reader in readers.get(result, ()))
-        return eqn.primitive.name == "mul"
+        products = readers.get(result, ()) if eqn.primitive.name == "broadcast_in_dim" else [eqn]
+        return all(product.primitive.name == "mul" for product in products)
 
     sums = (eqn for eqn in eqns if eqn.primitive.name == "reduce_sum")
     along_rows = (eqn for eqn in sums if eqn.params["axes"] == (eqn.invars[0].aval.ndim - 1,))

@@ -22,12 +22,20 @@ _NAME = re.compile(r"runs_(\d+)_paces_(\d+)_of_(\d+)(?:_on_(\d+))?(?:/while)?$")
 _OVERFLOW = re.compile(r"overflow_at_most_(\d+)\)*(?:/while)?$")
 
 
-class Share(NamedTuple):
-    """How often a loop runs and paces, as shares of the outer loop's iterations, and the rank that runs it."""
+class Runs(NamedTuple):
+    """How often a loop's body runs in one execution of the loop.
 
-    runs: Fraction
-    paces: Fraction
+    Attributes:
+      trips: the number of iterations; a fraction for a share of the outer loop's iterations, None if it is unknown.
+      paces: the share of the outer loop's iterations in which all devices wait for the loop; None if it is unknown.
+      rank: the rank of a pipeline that runs the loop; None if all do.
+      is_upper_bound: whether there are at most `trips` iterations, and usually none.
+    """
+
+    trips: int | Fraction | None = None
+    paces: Fraction | None = None
     rank: int | None = None
+    is_upper_bound: bool = False
 
 
 def name_of(runs: int, paces: int, iterations: int, rank: int | None = None) -> str:
@@ -35,59 +43,31 @@ def name_of(runs: int, paces: int, iterations: int, rank: int | None = None) -> 
     return f"runs_{runs}_paces_{paces}_of_{iterations}{'' if rank is None else f'_on_{rank}'}"
 
 
-def share_of(name: str) -> Share | None:
-    """Parse the scopes of a `while`, of a jaxpr's equation or of an instruction; return None for other loops.
-
-    >>> share_of("jit(step)/while/body/runs_8_paces_3_of_20/while")
-    Share(runs=Fraction(2, 5), paces=Fraction(3, 20), rank=None)
-    >>> share_of("while/body/runs_8_paces_3_of_20_on_1").rank
-    1
-    """
-    match = _NAME.search(name)
-    if match is None:
-        return None
-    runs, paces, iterations = map(int, match.groups()[:3])
-    return Share(Fraction(runs, iterations), Fraction(paces, iterations), None if match[4] is None else int(match[4]))
-
-
 def overflow_name(most: int) -> str:
     """Return the name of the scope for a loop over tokens that overflow: at most `most` iterations, and rarely one."""
     return f"overflow_at_most_{most}"
 
 
-def most_overflow_trips(name: str) -> int | None:
-    """Parse the scopes of a `while`: return the most iterations of a loop over tokens that overflow, else None.
+def runs_by_name(name: str) -> Runs:
+    """Parse the scopes of a `while`, of a jaxpr's equation or of an instruction; all is unknown of other loops.
 
-    >>> most_overflow_trips("jit(step)/while/body/jvp(overflow_at_most_6)/while")
-    6
+    >>> runs_by_name("jit(step)/while/body/runs_8_paces_3_of_20_on_1/while")
+    Runs(trips=Fraction(2, 5), paces=Fraction(3, 20), rank=1, is_upper_bound=False)
+    >>> runs_by_name("jit(step)/while/body/jvp(overflow_at_most_6)/while")
+    Runs(trips=6, paces=None, rank=None, is_upper_bound=True)
     """
-    match = _OVERFLOW.search(name)
-    return int(match[1]) if match else None
-
-
-class Runs(NamedTuple):
-    """How often a loop's body runs in one execution of the loop.
-
-    Attributes:
-      trips: the number of iterations; a fraction for a share of the outer loop's iterations, None if it is unknown.
-      rank: the rank of a pipeline that runs the loop; None if all do.
-      is_upper_bound: whether there are at most `trips` iterations, and usually none.
-    """
-
-    trips: int | Fraction | None
-    rank: int | None = None
-    is_upper_bound: bool = False
+    if match := _OVERFLOW.search(name):
+        return Runs(int(match[1]), is_upper_bound=True)
+    if not (match := _NAME.search(name)):
+        return Runs()
+    runs, paces, iterations = map(int, match.groups()[:3])
+    return Runs(Fraction(runs, iterations), Fraction(paces, iterations), None if match[4] is None else int(match[4]))
 
 
 def runs_of(eqn: Any) -> Runs:
     """Return how often the body of a jaxpr's `scan` or `while` runs."""
-    if eqn.primitive.name == "scan":
-        return Runs(eqn.params["length"])
-    name = str(eqn.source_info.name_stack)
-    if (most_trips := most_overflow_trips(name)) is not None:
-        return Runs(most_trips, is_upper_bound=True)
-    share = share_of(name)
-    return Runs(share.runs, share.rank) if share else Runs(None)
+    is_scan = eqn.primitive.name == "scan"
+    return Runs(eqn.params["length"]) if is_scan else runs_by_name(str(eqn.source_info.name_stack))
 
 
 def times(outer: int, trips: int | Fraction) -> int:

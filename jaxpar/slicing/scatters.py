@@ -98,8 +98,9 @@ def _written_rows(
 
 def _is_zeros(eqn: Any) -> bool:
     """Return whether an equation fills an array with zeros."""
-    is_fill = eqn is not None and eqn.primitive.name == "broadcast_in_dim" and jx.is_literal(eqn.invars[0])
-    return is_fill and not np.any(eqn.invars[0].val)
+    if eqn is None or eqn.primitive.name != "broadcast_in_dim" or not jx.is_literal(eqn.invars[0]):
+        return False
+    return not np.any(eqn.invars[0].val)
 
 
 def _column(atom: Any, column: int, producers: Mapping[Any, Any]) -> tuple[Any, int]:

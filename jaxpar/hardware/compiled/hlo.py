@@ -24,7 +24,7 @@ import jax
 import numpy as np
 
 from ...program.collectives import KINDS
-from ...program.trip_counts import Share, share_of
+from ...program.trip_counts import Runs, runs_by_name
 from .entry import buffer_bytes
 
 
@@ -74,17 +74,10 @@ class Instruction:
         return match[1] if match else ""
 
     @property
-    def trips(self) -> int | Fraction | None:
-        """The iterations of a `while` by XLA's count, else by its name (see `share`); None if neither tells."""
-        match = re.search(r'"known_trip_count":\{"n":"(\d+)"', self.rest)
-        # `share` is None for a loop whose name says nothing.
-        return int(match[1]) if match else self.share and self.share.runs
-
-    @property
-    def share(self) -> Share | None:
-        """The share of an outer loop's iterations that the name of a `while` gives (`program/trip_counts.py`)."""
-        match = re.search(r'op_name="([^"]*)"', self.rest) if self.opcode == "while" else None
-        return share_of(match[1]) if match else None
+    def runs(self) -> Runs:
+        """How often a `while` runs: by its name (`program/trip_counts.py`), and by XLA's count of its iterations."""
+        runs, match = runs_by_name(self.source), re.search(r'"known_trip_count":\{"n":"(\d+)"', self.rest)
+        return runs._replace(trips=int(match[1])) if match and not runs.is_upper_bound else runs
 
     @property
     def branches(self) -> list[str]:
@@ -156,8 +149,8 @@ class Module:
         `counter < constant`, if the counter starts at a constant and the body adds one to it. `siblings` are the
         instructions of its computation, by name.
         """
-        if instr.trips is not None:
-            return instr.trips
+        if instr.runs.trips is not None:
+            return instr.runs.trips
         # 1. The condition is `counter < end`.
         blocks = [self.computations[name] for part in ("condition", "body")
                   if (name := "".join(re.findall(rf"\b{part}=%?([\w.\-]+)", instr.rest)))]  # fmt: skip

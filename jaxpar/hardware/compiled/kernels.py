@@ -20,7 +20,6 @@ from fractions import Fraction
 import jax
 
 from ...program.collectives import on_the_wire
-from ...program.trip_counts import most_overflow_trips
 from .hlo import Instruction, Module, arrays, bits, nbytes
 from .products import Product, products
 
@@ -233,15 +232,13 @@ class Executable:
         # 2. Loops and branches.
         elif instr.opcode == "while":
             parts = re.findall(r"\b(?:condition|body)=%?([\w.\-]+)", instr.rest)
-            # A loop over tokens that overflow is a choice between none and the most of its iterations.
-            most_trips = most_overflow_trips(instr.source)
+            runs, trips = instr.runs, self.module.trips(instr, siblings)
             # GPUs do not run the condition of a loop whose length is known.
-            trips = self.module.trips(instr, siblings) if most_trips is None else most_trips
             parts = parts if trips is None else re.findall(r"\bbody=%?([\w.\-]+)", instr.rest)
             body = tuple(operation for part in parts for operation in self._block(part))
-            share = instr.share
-            loop = While(instr.name, trips, body, share and share.paces, share and share.rank)
-            yield loop if most_trips is None else Choice(instr.name, ((), (loop,)), overflow=True)
+            loop = While(instr.name, trips, body, runs.paces, runs.rank)
+            # A loop over tokens that overflow is a choice between none and the most of its iterations.
+            yield Choice(instr.name, ((), (loop,)), overflow=True) if runs.is_upper_bound else loop
         elif instr.opcode == "conditional":
             yield Choice(instr.name, tuple(self._block(branch) for branch in instr.branches))
         elif instr.opcode == "call":
