@@ -235,25 +235,6 @@ def mark_row_sums(eqns: Sequence[Any], scales: set[Any]) -> list[Any]:
     return [with_mark(eqn) for eqn in eqns]
 
 
-def mark_recomputation(
-    eqns: Sequence[Any], outputs: Sequence[Any], required: Collection[Any], saved: Sequence[Any]
-) -> list[Any]:
-    """Return a forward's equations with a mark for values that it need not write, and its backward need not read.
-
-    Args:
-      eqns: the equations of the forward.
-      outputs: its results without saved values.
-      required: the variables that the backward reads.
-      saved: the variables that are saved for them.
-    """
-    unsaved_bytes = sum(map(jx.nbytes, required)) - sum(map(jx.nbytes, saved))
-    # Nobody may read a saved value, so the mark is on the last equation that computes an output.
-    last = max((i for i, eqn in enumerate(eqns) if any(v in outputs for v in eqn.outvars)), default=None)
-    if last is None or unsaved_bytes <= 0:
-        return list(eqns)
-    return [*eqns[:last], marked(eqns[last], "recomputation", 2 * unsaved_bytes), *eqns[last + 1 :]]
-
-
 def _smaller_sources(
     result: Any, cheap_eqn_of: dict[Any, Any], available: Callable[[Any], bool], barred: Collection[Any]
 ) -> dict[Any, None] | None:

@@ -22,7 +22,6 @@ from .walk import fold, opened
 
 # For each kind of rewriting, the sentence in reports.
 KINDS = {
-    "recomputation": "elementwise values of layers are recomputed, not stored",
     "lookups": "the derivative of a lookup is a select, not a scatter",
     "tanh": "the tanh of a GELU is recomputed, not stored",
     "row_sums": "a backward reads the input of an RMS norm once, not twice",
@@ -69,8 +68,7 @@ def _total(eqns: Sequence[Any], inner_totals: Sequence[Sequence[np.ndarray]]) ->
     """Return the bytes that equations save, by kind, from those that the programs inside each equation save."""
     total, totals_by_rank = np.zeros(len(KINDS)), dict[int, np.ndarray]()
     for eqn, totals in zip(eqns, inner_totals, strict=True):
-        name_stack = str(eqn.source_info.name_stack)
-        for num_bytes, kind in _NAME.findall(name_stack):
+        for num_bytes, kind in _NAME.findall(str(eqn.source_info.name_stack)):
             total[list(KINDS).index(kind)] += int(num_bytes)
         if eqn.primitive.name == "cond":
             totals = [max(totals, key=np.sum)]

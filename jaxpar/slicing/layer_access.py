@@ -120,7 +120,7 @@ class LayerAccess:
         # write all layers of the leaf, no zeros are needed.
         overwritten = {i for i, grad in into.items() if grad is None and len({*layers_of[i]}) == len(layers_of[i])}
         totals = {
-            s.leaf: self._new_grads(s, after, len(layers_of[s.leaf]) if s.leaf in overwritten else 0)
+            s.leaf: self._new_grads(s, after, layers_of[s.leaf] if s.leaf in overwritten else [])
             if into[s.leaf] is None
             else into[s.leaf]
             for s in self.slices
@@ -147,14 +147,13 @@ class LayerAccess:
                 totals[s.leaf] = put(totals[s.leaf], grad, layer)
         return totals
 
-    def _new_grads(self, layer_slice: Slice, after: jax.Array, num_written: int) -> jax.Array | None:
+    def _new_grads(self, layer_slice: Slice, after: jax.Array, written: Sequence[int]) -> jax.Array | None:
         """Return a buffer for the gradients that the layers will give; None if they give none.
 
         Args:
           layer_slice: any slice of the leaf.
           after: an array before which zeros do not exist.
-          num_written: the number of layers that are written before they are read. If these are all layers of the leaf,
-            the buffer is uninitialized; else it holds zeros.
+          written: the layers that are written before they are read; the buffer holds no zeros if these are all.
         """
         shard, leaf, dim = self.leaves[layer_slice.leaf], layer_slice.leaf, layer_slice.dim
 
@@ -168,7 +167,7 @@ class LayerAccess:
         if grad is None:
             return None
         stacked = (*grad.shape[:dim], shard.shape[dim], *grad.shape[dim:])
-        is_filled = num_written == shard.shape[dim]
+        is_filled = len(written) == shard.shape[dim]
         return uninitialized(stacked, grad.dtype) if is_filled else zeros_after(after, stacked, grad.dtype)
 
 

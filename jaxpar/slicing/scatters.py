@@ -16,13 +16,11 @@ element, where a scatter writes k elements. A scatter therefore becomes a select
 
 Then the select's bytes are never more than the scatter's. Its results are equal to the bit, also for indices out of
 range, which JAX clips, or drops.
-
-The equations of a one-hot product are elementwise already. XLA fuses them, so that they stay as they are.
 """
 
 import math
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -35,10 +33,8 @@ from ..program.lookups import counting_dim
 from ..program.savings import marked
 from ..program.walk import with_programs
 
-_CLIP = lax.GatherScatterMode.CLIP
 
-
-def by_selects(eqns: Iterable[Any], consts: Mapping[Any, Any]) -> list[Any]:
+def by_selects(eqns: Sequence[Any], consts: Mapping[Any, Any]) -> list[Any]:
     """Return the equations of a backward with selects instead of scatters, where that saves bytes.
 
     It also replaces scatters within loops, branches and checkpoints.
@@ -46,7 +42,6 @@ def by_selects(eqns: Iterable[Any], consts: Mapping[Any, Any]) -> list[Any]:
     Args:
       consts: the arrays that are known, by variable.
     """
-    eqns = list(eqns)
     producers = {v: eqn for eqn in eqns for v in eqn.outvars}
     new_eqns: list[Any] = []
     for eqn in eqns:
@@ -62,7 +57,7 @@ def _with_inner_selects(jaxpr: Any) -> Any:
 
 
 def _written_rows(
-    eqn: Any, eqns: list[Any], producers: Mapping[Any, Any], consts: Mapping[Any, Any]
+    eqn: Any, eqns: Sequence[Any], producers: Mapping[Any, Any], consts: Mapping[Any, Any]
 ) -> tuple[int, int, list[int]] | None:
     """Return how a scatter writes one element of each row of zeros; None if it does not.
 
@@ -72,7 +67,7 @@ def _written_rows(
     """
     (operand, indices, updates), numbers = eqn.invars, eqn.params["dimension_numbers"]
     shape, batch = operand.aval.shape, indices.aval.shape[:-1]
-    if not _is_zeros(producers.get(operand)) or updates.aval.size != math.prod(batch):
+    if not _is_zeros(operand, producers) or updates.aval.size != math.prod(batch):
         return None
     # 1. The dims of the operand whose index is the number of the row.
     rows = dict(zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True))
@@ -96,11 +91,11 @@ def _written_rows(
     return dim, column, [*unit_dims, *(rows[d] for d in other_dims if d in rows)]
 
 
-def _is_zeros(eqn: Any) -> bool:
-    """Return whether an equation fills an array with zeros."""
-    if eqn is None or eqn.primitive.name != "broadcast_in_dim" or not jx.is_literal(eqn.invars[0]):
+def _is_zeros(atom: Any, producers: Mapping[Any, Any]) -> bool:
+    """Return whether an array was filled with zeros."""
+    if jx.is_literal(atom) or (fill := producers.get(atom)) is None or fill.primitive.name != "broadcast_in_dim":
         return False
-    return not np.any(eqn.invars[0].val)
+    return jx.is_literal(fill.invars[0]) and not np.any(fill.invars[0].val)
 
 
 def _column(atom: Any, column: int, producers: Mapping[Any, Any]) -> tuple[Any, int]:
@@ -130,7 +125,7 @@ def _select(eqn: Any, dim: int, column: int, order: list[int]) -> list[Any]:
         # A uint8 cannot count 300 places; a wider type holds all its values.
         index = index if jnp.iinfo(index.dtype).max >= last_place else index.astype(jnp.int32)
         # Any other index out of range meets no place.
-        index = jnp.clip(index, 0, last_place) if mode == _CLIP else index
+        index = jnp.clip(index, 0, last_place) if mode == lax.GatherScatterMode.CLIP else index
         by_row = lambda x: x.reshape(index.shape).transpose(order).reshape(rows)
         is_written = lax.broadcasted_iota(index.dtype, shape, dim) == by_row(index)
         return lax.select(is_written, jnp.broadcast_to(by_row(updates), shape), zeros)

@@ -9,7 +9,6 @@ A `Unit` caches its traces: a `Forward` for each kind of inputs, and in it a bac
 saved values are chosen by `program/residuals.py`.
 """
 
-import collections
 import dataclasses
 import functools
 import math
@@ -24,15 +23,7 @@ from jax.core import Tracer
 
 from ..program import jaxpr as jx
 from ..program.buffers import anchor
-from ..program.residuals import (
-    Residuals,
-    allowed,
-    cheap,
-    mark_recomputation,
-    mark_row_sums,
-    residuals_to_save,
-    row_scales,
-)
+from ..program.residuals import Residuals, allowed, cheap, mark_row_sums, residuals_to_save, row_scales
 from .halves import Halves, merge, pick
 from .scatters import by_selects
 from .tanh import by_exponentials
@@ -135,13 +126,7 @@ class Unit:
 
         # 3. Build the forward, which returns outputs and saved values, and the vjp function from the saved values.
         results = [*flat.outvars[:num_outputs], *saved]
-        eqns = jx.live(flat.eqns, results)
-        if self.stores_saved and saved == to_save:
-            # A value that is the same in all layers, such as a mask, would be stored once in any case.
-            changing = jx.depends(flat.eqns, [*weight_vars, *pick(self.active_inputs, input_vars)])
-            required_vars = {v for v in required if not jx.is_literal(v)} & changing - available
-            eqns = mark_recomputation(eqns, flat.outvars[:num_outputs], required_vars, saved)
-        run = jx.run(eqns, [*flat.constvars, *flat.invars], results)
+        run = jx.run(jx.live(flat.eqns, results), [*flat.constvars, *flat.invars], results)
         operands = [*fixed, *weight_vars, *pick(self.held, input_vars)]
         recompute = jx.run(recomputed, [*operands, *saved], residuals)
         consts = [x for x in flat.consts if not isinstance(x, Tracer)]
@@ -219,8 +204,7 @@ class Unit:
         flat, results = jx.trace(pull, list(self.shapes), held_inputs, values, cotangents, remats=remats)
         # `pull` takes all leaves, but most backwards read only some of them: only these are fetched again.
         consts = {v: x for v, x in zip(flat.constvars, flat.consts, strict=True) if not isinstance(x, Tracer)}
-        eqns = by_selects(by_exponentials(oriented(flat.eqns, flat.outvars)), consts)
-        eqns = jx.live(eqns, flat.outvars)
+        eqns = jx.live(by_selects(by_exponentials(oriented(flat.eqns, flat.outvars)), consts), flat.outvars)
         read_vars = set(jx.free(eqns, flat.outvars))
         reads = tuple(v in read_vars for v in flat.invars[: len(self.shapes)])
         return flat, eqns, reads, jax.tree.structure(results)
@@ -301,14 +285,13 @@ def oriented(eqns: Sequence[Any], outvars: Iterable[Any] = ()) -> list[Any]:
     A product stays if another equation reads it too, or if it is among `outvars`. Products without a reader remain for
     `jx.live` to drop.
     """
-    num_reads = collections.Counter(v for eqn in eqns for v in eqn.invars if not jx.is_literal(v))
-    num_reads.update(v for v in outvars if not jx.is_literal(v))
+    readers = jx.readers(eqns, outvars)
     # A product with a second reader would be computed twice, in both orientations.
     products = {eqn.outvars[0]: eqn for eqn in eqns if eqn.primitive.name == "dot_general"}
 
     def orient(eqn: Any) -> Any:
         operand = eqn.invars[0] if eqn.primitive.name == "transpose" else None
-        if operand is None or jx.is_literal(operand) or operand not in products or num_reads[operand] > 1:
+        if operand is None or jx.is_literal(operand) or operand not in products or len(readers[operand]) > 1:
             return eqn
         product = products[operand]
         (a_sums, b_sums), (a_batch, b_batch) = product.params["dimension_numbers"]

@@ -209,8 +209,9 @@ def text(explanation: Explanation) -> str:
     if explanation.flops:
         flops = ", ".join(f"{number(count)}FLOP in {dtype}" for dtype, count in explanation.flops.items())
         parts.append(f"matrix products of a device and step: {flops}")
-    if savings := {kind: n for kind, n in explanation.savings.items() if n >= _LARGE_SAVING}:
-        parts.append(_savings_table(savings))
+    savings = sorted(((n, KINDS[kind]) for kind, n in explanation.savings.items() if n >= _LARGE_SAVING), reverse=True)
+    if savings:
+        parts.append(table([["memory traffic saved", "at least"], *([label, size(n)] for n, label in savings)], "<>"))
     if explanation.transfers:
         parts.append(_transfers_table(explanation))
     collectives = ledger_table(explanation.ledger, explanation.across)
@@ -264,12 +265,6 @@ def _moves_by_text(explanation: Explanation) -> dict[str, str]:
     lines = {str(move): move.message.removeprefix(f"{move}: ") for move in explanation.moves[:_MAX_LISTED_MOVES]}
     num_unlisted = len(explanation.moves) - _MAX_LISTED_MOVES
     return lines | ({f"and {num_unlisted} more": "see .moves, or .json()"} if num_unlisted > 0 else {})
-
-
-def _savings_table(savings: dict[str, int]) -> str:
-    """Return what rewritings save as a table, the largest first."""
-    sizes = sorted(savings.items(), key=lambda item: item[1], reverse=True)
-    return table([["memory traffic saved", "at least"], *([KINDS[kind], size(n)] for kind, n in sizes)], "<>")
 
 
 def _transfers_table(explanation: Explanation) -> str:
