@@ -15,7 +15,7 @@ import jax.extend.core as jec
 import jax.extend.source_info_util as source_info_util
 import jax.numpy as jnp
 import numpy as np
-from jax.core import ShapedArray
+from jax.core import ShapedArray, Tracer
 from jax.interpreters import partial_eval as pe
 
 from . import collectives, kernels
@@ -251,8 +251,8 @@ def instead_of(eqn: Any, fun: Callable[..., Any]) -> list[Any]:
     """Return the equations of `fun(*operands)` that replace an equation: they define its results."""
     flat, _ = trace(fun, *map(type_of, eqn.invars))
     names = Environment(zip((*flat.invars, *flat.outvars), (*eqn.invars, *eqn.outvars), strict=True), itself)
-    renamed = lambda e: e.replace(invars=names.read(e.invars), outvars=names.read(e.outvars))
-    return [renamed(e).replace(source_info=eqn.source_info) for e in flat.eqns]
+    names_of, source = names.read, eqn.source_info
+    return [e.replace(invars=names_of(e.invars), outvars=names_of(e.outvars), source_info=source) for e in flat.eqns]
 
 
 def constant(eqns: Sequence[Any], var: Any, consts: Mapping[Any, Any]) -> np.ndarray | None:
@@ -263,12 +263,14 @@ def constant(eqns: Sequence[Any], var: Any, consts: Mapping[Any, Any]) -> np.nda
     """
     needed_eqns = needed(eqns, [var], consts)
     inputs = free(needed_eqns, [var])
-    # An equation with effects may name an axis.
-    if not consts.keys() >= set(inputs) or any(eqn.effects for eqn in needed_eqns):
+    # Tracers, random keys and arrays that are spread over hosts have no numbers here. Effects may name an axis.
+    is_known = lambda x: x is not None and not isinstance(x, Tracer) and getattr(x, "is_fully_addressable", True)
+    is_key = lambda v: jnp.issubdtype(v.aval.dtype, jax.dtypes.extended)
+    if not all(is_known(consts.get(v)) and not is_key(v) for v in inputs) or any(eqn.effects for eqn in needed_eqns):
         return None
     # A program may be being traced here, so the equations must be evaluated eagerly.
     with jax.ensure_compile_time_eval():
-        return np.asarray(run(needed_eqns, inputs, [var])(*(consts[v] for v in inputs))[0])
+        return np.asarray(run(needed_eqns, inputs, [var])(*(np.asarray(consts[v]) for v in inputs))[0])
 
 
 def readers(eqns: Iterable[Any], outvars: Iterable[Any] = ()) -> dict[Any, list[Any]]:

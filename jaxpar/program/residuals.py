@@ -168,7 +168,8 @@ def residuals_to_save(
     constants: set[Any] = set()
     for eqn in eqns:
         is_constant = all(jx.is_literal(v) or v in constants for v in eqn.invars)
-        if (cheap(eqn) or all(map(jx.is_literal, eqn.invars))) and not eqn.effects:
+        is_scalar = all(map(jx.is_literal, eqn.invars)) and all(v.aval.ndim == 0 for v in eqn.outvars)
+        if (cheap(eqn) or is_scalar) and not eqn.effects:
             cheap_eqn_of |= dict.fromkeys(eqn.outvars, eqn)
             constants.update(eqn.outvars if is_constant else ())
     known_vars = constants.union(known_vars)

@@ -49,7 +49,6 @@ def marked(eqn: Any, kind: str, num_bytes: int) -> Any:
 
 def _name(kind: str, num_bytes: int) -> str:
     assert kind in KINDS, kind
-    assert num_bytes >= 0, num_bytes
     return f"saves_{num_bytes}_bytes_by_{kind}"
 
 

@@ -203,8 +203,8 @@ class Unit:
 
         flat, results = jx.trace(pull, list(self.shapes), held_inputs, values, cotangents, remats=remats)
         # `pull` takes all leaves, but most backwards read only some of them: only these are fetched again.
-        consts = {v: x for v, x in zip(flat.constvars, flat.consts, strict=True) if not isinstance(x, Tracer)}
-        eqns = jx.live(by_selects(by_exponentials(oriented(flat.eqns, flat.outvars)), consts), flat.outvars)
+        eqns = by_exponentials(oriented(flat.eqns, flat.outvars))
+        eqns = jx.live(by_selects(eqns, dict(zip(flat.constvars, flat.consts, strict=True))), flat.outvars)
         read_vars = set(jx.free(eqns, flat.outvars))
         reads = tuple(v in read_vars for v in flat.invars[: len(self.shapes)])
         return flat, eqns, reads, jax.tree.structure(results)
