@@ -156,7 +156,7 @@ DEFECTS = (
            "for chunk in (i, 2 * ranks - 1 - i))", "for chunk in (i, ranks + i))",
            "Zigzag order gives a rank the second chunk from the wrong end."),
     Defect("clipped-label", "slicing/scatters.py", "slicing/test_scatters.py::test_gradients_are_those_of_the_scatter",
-           "jnp.clip(index, 0, last_place) if mode == lax.GatherScatterMode.CLIP else index", "index",
+           "jnp.clip(index, 0, last_position) if mode == lax.GatherScatterMode.CLIP else index", "index",
            "The gradient of a label beyond the words is dropped where it was clipped."),
     Defect("any-order", "program/lookups.py", "slicing/test_scatters.py::test_rows_in_another_order_stay",
            "if (indices == count).all()", "if len(count)",

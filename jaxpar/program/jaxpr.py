@@ -18,7 +18,7 @@ import numpy as np
 from jax.core import ShapedArray, Tracer
 from jax.interpreters import partial_eval as pe
 
-from . import collectives, kernels
+from . import collectives, kernels, primitives
 from .environment import Environment as Environment
 from .environment import array_of as array_of
 from .environment import bind as bind
@@ -256,17 +256,16 @@ def instead_of(eqn: Any, fun: Callable[..., Any]) -> list[Any]:
 
 
 def constant(eqns: Sequence[Any], var: Any, consts: Mapping[Any, Any]) -> np.ndarray | None:
-    """Return the value of a variable that follows from known arrays alone; None for any other variable.
+    """Return the value of a variable that cheap equations compute from known arrays; None for any other variable.
 
-    Args:
-      consts: the arrays that are known, by variable.
+    `consts` has the arrays that are known, by variable.
     """
     needed_eqns = needed(eqns, [var], consts)
     inputs = free(needed_eqns, [var])
-    # Tracers, random keys and arrays that are spread over hosts have no numbers here. Effects may name an axis.
+    # Tracers and arrays that are spread over hosts have no numbers here. Equations with effects may name an axis.
     is_known = lambda x: x is not None and not isinstance(x, Tracer) and getattr(x, "is_fully_addressable", True)
-    is_key = lambda v: jnp.issubdtype(v.aval.dtype, jax.dtypes.extended)
-    if not all(is_known(consts.get(v)) and not is_key(v) for v in inputs) or any(eqn.effects for eqn in needed_eqns):
+    is_cheap = lambda eqn: primitives.of(eqn).cheap and not eqn.effects
+    if not (all(is_known(consts.get(v)) for v in inputs) and all(map(is_cheap, needed_eqns))):
         return None
     # A program may be being traced here, so the equations must be evaluated eagerly.
     with jax.ensure_compile_time_eval():

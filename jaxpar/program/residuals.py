@@ -162,16 +162,13 @@ def residuals_to_save(
       The variables to save, and the equations that recompute the others from them.
     """
     barred, residuals = set(barred), list(residuals)
-    # The equation that can recompute a variable, and the variables that follow from literals alone. If a layer saved
-    # these, such as the 1 in JAX's derivative of tanh, each would write and read them, and XLA could not fold them.
-    cheap_eqn_of: dict[Any, Any] = {}
+    cheap_eqn_of = {v: eqn for eqn in eqns if cheap(eqn) and not eqn.effects for v in eqn.outvars}
+    # The variables that follow from literals alone, such as the 1 in JAX's derivative of tanh. If layers saved them,
+    # each would write and read them, and XLA could not fold them.
     constants: set[Any] = set()
     for eqn in eqns:
-        is_constant = all(jx.is_literal(v) or v in constants for v in eqn.invars)
-        is_scalar = all(map(jx.is_literal, eqn.invars)) and all(v.aval.ndim == 0 for v in eqn.outvars)
-        if (cheap(eqn) or is_scalar) and not eqn.effects:
-            cheap_eqn_of |= dict.fromkeys(eqn.outvars, eqn)
-            constants.update(eqn.outvars if is_constant else ())
+        if all(jx.is_literal(v) or v in constants for v in eqn.invars):
+            constants.update(v for v in eqn.outvars if v in cheap_eqn_of)
     known_vars = constants.union(known_vars)
     saved_vars = dict.fromkeys(v for v in residuals if not jx.is_literal(v) and v not in known_vars)
     # From last to first, so that the operands that are saved instead of a result are considered in their turn.
@@ -195,22 +192,22 @@ def row_scales(eqns: Sequence[Any]) -> set[Any]:
     A mean m that is subtracted is not such a sum: `sum dy (x - m)` needs m first, and so another pass over x.
     """
     readers = jx.readers(eqns)
-
-    def only_scales(var: Any) -> bool:
-        return all(scales(eqn, var) for eqn in readers.get(var, ()))
+    only_scale: set[Any] = set()
 
     def scales(eqn: Any, var: Any) -> bool:
         if len(eqn.outvars) != 1:  # a callback has no result
             return False
         result = eqn.outvars[0]
         if result.aval.size == var.aval.size:  # a function of it, for each row
-            return cheap(eqn) and only_scales(result)
+            return cheap(eqn) and result in only_scale
         products = readers.get(result, ()) if eqn.primitive.name == "broadcast_in_dim" else [eqn]
         return all(product.primitive.name == "mul" for product in products)
 
-    sums = (eqn for eqn in eqns if eqn.primitive.name == "reduce_sum")
-    along_rows = (eqn for eqn in sums if eqn.params["axes"] == (eqn.invars[0].aval.ndim - 1,))
-    return {eqn.outvars[0] for eqn in along_rows if eqn.outvars[0].aval.ndim and only_scales(eqn.outvars[0])}
+    # From last to first, so that the functions of a variable come before it.
+    for eqn in reversed(eqns):
+        only_scale.update(v for v in eqn.outvars if all(scales(reader, v) for reader in readers.get(v, ())))
+    sums = (eqn for eqn in eqns if eqn.primitive.name == "reduce_sum" and eqn.outvars[0].aval.ndim)
+    return {eqn.outvars[0] for eqn in sums if eqn.params["axes"] == (eqn.invars[0].aval.ndim - 1,)} & only_scale
 
 
 def mark_row_sums(eqns: Sequence[Any], scales: set[Any]) -> list[Any]:

@@ -4,8 +4,9 @@ A rewriting marks one equation of the program that it makes:
 
     saves_2048_bytes_by_lookups      each run of the equation moves 2,048 bytes less through the device's memory
 
-The number of bytes is a lower bound for what a GPU would write and read in addition, if jaxpar made the same program
-without this rewriting. `tests/program/test_savings.py` compares it with compiled programs.
+The number of bytes is an estimate of what a GPU would write and read in addition, if jaxpar made the same program
+without this rewriting. It is within 2% of compiled programs for GPT-2 and Llama (`tests/program/test_savings.py`), and
+too large where XLA fuses more or less than in theirs, such as a hinge loss, whose gradient only a matmul reads.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """Write into a loop's name how often it runs, for readers of jaxprs and compiled programs. XLA does not know it.
 
-These are loops that run one iteration or none, depending on the iteration of the loop around them:
+Some loops run one iteration or none, depending on the iteration of the loop around them. Their names count iterations:
 
     runs     iterations of the outer loop in which it runs, on one device
     paces    those of them in which all devices wait for it; if several such loops run at once, one of them paces
@@ -49,7 +49,7 @@ def overflow_name(most: int) -> str:
 
 
 def runs_by_name(name: str) -> Runs:
-    """Parse the scopes of a `while`, of a jaxpr's equation or of an instruction; all is unknown of other loops.
+    """Parse the scopes of a `while`, of a jaxpr's equation or of an instruction; all is None if they have no such name.
 
     >>> runs_by_name("jit(step)/while/body/runs_8_paces_3_of_20_on_1/while")
     Runs(trips=Fraction(2, 5), paces=Fraction(3, 20), rank=1, is_upper_bound=False)

@@ -14,8 +14,8 @@ element, where a scatter writes k elements. A scatter therefore becomes a select
 - each row is written once: the other dims are batch dims of the scatter (`jnp.take_along_axis`, `jax.vmap`), or their
   indices count 0, 1, 2, ... (`logits[jnp.arange(n), labels]`).
 
-Then the select's bytes are never more than the scatter's. Its results are equal to the bit, also for indices out of
-range, which JAX clips, or drops.
+Then the select's bytes are never more than the scatter's. Its results are equal, also for indices out of range, which
+JAX clips, or drops.
 """
 
 import math
@@ -37,16 +37,14 @@ from ..program.walk import with_programs
 def by_selects(eqns: Sequence[Any], consts: Mapping[Any, Any]) -> list[Any]:
     """Return the equations of a backward with selects instead of scatters, where that saves bytes.
 
-    It also replaces scatters within loops, branches and checkpoints.
-
-    Args:
-      consts: the arrays that are known, by variable.
+    It also replaces scatters inside loops, branches and checkpoints, if the indices of rows are computed in there too.
+    `consts` has the arrays that are known, by variable.
     """
     producers = {v: eqn for eqn in eqns for v in eqn.outvars}
     new_eqns: list[Any] = []
     for eqn in eqns:
-        rows = _written_rows(eqn, eqns, producers, consts) if eqn.primitive.name == "scatter-add" else None
-        new_eqns += [with_programs(eqn, _with_inner_selects)] if rows is None else _select(eqn, *rows)
+        found = _one_per_row(eqn, eqns, producers, consts) if eqn.primitive.name == "scatter-add" else None
+        new_eqns += [with_programs(eqn, _with_inner_selects)] if found is None else _select(eqn, *found)
     return new_eqns
 
 
@@ -56,39 +54,42 @@ def _with_inner_selects(jaxpr: Any) -> Any:
     return jaxpr if all(map(operator.is_, eqns, jaxpr.eqns)) else jaxpr.replace(eqns=eqns)
 
 
-def _written_rows(
+def _one_per_row(
     eqn: Any, eqns: Sequence[Any], producers: Mapping[Any, Any], consts: Mapping[Any, Any]
 ) -> tuple[int, int, list[int]] | None:
-    """Return how a scatter writes one element of each row of zeros; None if it does not.
+    """Return how a scatter adds one element to each row of zeros; None if it does not.
 
     Returns:
-      The dim along which a row is, the coordinate of the index vectors that names its element, and the batch dims of
-      the indices in the order of the other dims; those of size 1 without such a dim come first.
+      dim: the dim of the operand along which the element lies.
+      column: the coordinate of the index vectors that gives its position.
+      order: the batch dims of the indices in the order of the operand's other dims; dims of size 1 that belong to none
+        come first.
     """
     (operand, indices, updates), numbers = eqn.invars, eqn.params["dimension_numbers"]
     shape, batch = operand.aval.shape, indices.aval.shape[:-1]
     if not _is_zeros(operand, producers) or updates.aval.size != math.prod(batch):
         return None
-    # 1. The dims of the operand whose index is the number of the row.
-    rows = dict(zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True))
+    # 1. Find the dims of the operand whose index is the number of the row, and the batch dim of each.
+    batch_dim_of = dict(zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True))
     indexed_dims = []
     for column, d in enumerate(numbers.scatter_dims_to_operand_dims):
         array, column_in_array = _column(indices, column, producers)
         values = jx.constant(eqns, array, consts)
-        place = None if values is None else counting_dim(values[..., column_in_array])
-        if place is not None and batch[place] == shape[d] and place not in rows.values():
-            rows[d] = place
+        batch_dim = None if values is None else counting_dim(values[..., column_in_array])
+        if batch_dim is not None and batch[batch_dim] == shape[d] and batch_dim not in batch_dim_of.values():
+            batch_dim_of[d] = batch_dim
         else:
             indexed_dims.append((d, column))
-    # 2. All but one, and each row once. `jnp.take_along_axis` gives no index to a dim of size 1.
-    unit_dims = [place for place in range(len(batch)) if place not in rows.values()]
-    if len(indexed_dims) != 1 or any(batch[place] != 1 for place in unit_dims):
+    # 2. These must be all dims but one, so that each row is written once. `jnp.take_along_axis` gives no index to a dim
+    # of size 1.
+    unit_dims = [batch_dim for batch_dim in range(len(batch)) if batch_dim not in batch_dim_of.values()]
+    if len(indexed_dims) != 1 or any(batch[batch_dim] != 1 for batch_dim in unit_dims):
         return None
     ((dim, column),) = indexed_dims
     other_dims = [d for d in range(len(shape)) if d != dim]
-    if shape[dim] == 1 or any(d not in rows and shape[d] != 1 for d in other_dims):
+    if shape[dim] == 1 or any(d not in batch_dim_of and shape[d] != 1 for d in other_dims):
         return None
-    return dim, column, [*unit_dims, *(rows[d] for d in other_dims if d in rows)]
+    return dim, column, [*unit_dims, *(batch_dim_of[d] for d in other_dims if d in batch_dim_of)]
 
 
 def _is_zeros(atom: Any, producers: Mapping[Any, Any]) -> bool:
@@ -101,7 +102,7 @@ def _is_zeros(atom: Any, producers: Mapping[Any, Any]) -> bool:
 def _column(atom: Any, column: int, producers: Mapping[Any, Any]) -> tuple[Any, int]:
     """Return the array from which a coordinate of index vectors comes, and the number of the coordinate in it."""
     eqn = None if jx.is_literal(atom) else producers.get(atom)
-    if eqn is None:
+    if eqn is None or not eqn.invars:
         return atom, column
     name, operand, shape = eqn.primitive.name, eqn.invars[0], atom.aval.shape
     if name == "concatenate" and eqn.params["dimension"] == len(shape) - 1:
@@ -116,17 +117,17 @@ def _column(atom: Any, column: int, producers: Mapping[Any, Any]) -> tuple[Any, 
 
 
 def _select(eqn: Any, dim: int, column: int, order: list[int]) -> list[Any]:
-    """Return the equations of the select that replaces a scatter; other arguments from `_written_rows`."""
+    """Return the equations of the select that replaces a scatter; other arguments from `_one_per_row`."""
     shape, mode = eqn.outvars[0].aval.shape, eqn.params["mode"]
-    rows, last_place = (*shape[:dim], 1, *shape[dim + 1 :]), shape[dim] - 1
+    row_shape, last_position = (*shape[:dim], 1, *shape[dim + 1 :]), shape[dim] - 1
 
     def select(zeros: jax.Array, indices: jax.Array, updates: jax.Array) -> jax.Array:
         index = lax.index_in_dim(indices, column, indices.ndim - 1, keepdims=False)
-        # A uint8 cannot count 300 places; a wider type holds all its values.
-        index = index if jnp.iinfo(index.dtype).max >= last_place else index.astype(jnp.int32)
-        # Any other index out of range meets no place.
-        index = jnp.clip(index, 0, last_place) if mode == lax.GatherScatterMode.CLIP else index
-        by_row = lambda x: x.reshape(index.shape).transpose(order).reshape(rows)
+        # A uint8 cannot count 300 positions; a wider type holds all its values.
+        index = index if jnp.iinfo(index.dtype).max >= last_position else index.astype(jnp.int32)
+        # In other modes, an index out of range equals no position, and so writes nothing.
+        index = jnp.clip(index, 0, last_position) if mode == lax.GatherScatterMode.CLIP else index
+        by_row = lambda x: x.reshape(index.shape).transpose(order).reshape(row_shape)
         is_written = lax.broadcasted_iota(index.dtype, shape, dim) == by_row(index)
         return lax.select(is_written, jnp.broadcast_to(by_row(updates), shape), zeros)
 

@@ -82,6 +82,28 @@ def test_sums_that_scale_rows() -> None:
         assert len(row_scales(flat.eqns)) == count, name
 
 
+def test_a_long_chain_of_functions_of_a_sum() -> None:
+    """Each function that reads its operand twice doubled the time, and 300 functions were a RecursionError."""
+
+    def scaled(x: jax.Array) -> jax.Array:
+        s = (x * x).sum(-1)
+        for _ in range(300):
+            s = s * (1.5 - 0.5 * s * s)
+        return x * s[:, None]
+
+    flat, _ = jx.trace(scaled, jnp.ones((4, 8)))
+    assert len(row_scales(flat.eqns)) == 1
+
+
+def test_random_numbers_are_not_drawn_again() -> None:
+    """A draw from literals would give other numbers in the backward."""
+    draw = lambda: lax.rng_uniform(jnp.float32(0), jnp.float32(1), ())
+    flat, _ = jx.trace(lambda w: jax.vjp(lambda w: (w * draw()) ** 2, w), jnp.ones(()))
+    saved, again = residuals_to_save(flat.eqns, flat.outvars[1:], [], [])
+    assert saved
+    assert all(eqn.primitive.name != "rng_uniform" for eqn in again)
+
+
 def test_scalars_of_literals_are_not_saved() -> None:
     """JAX's derivative of tanh reads a 1 that is an equation's result. Each layer saved its own."""
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import lax
 
 import jaxpar as jp
 from jaxpar.hardware.compiled.cost import Costs
@@ -44,14 +45,18 @@ FORMS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-def both(gradient: Callable[..., Any], z: jax.Array) -> tuple[jax.Array, jax.Array, list[int]]:
-    """Return a gradient by selects and by JAX, and the number of scatters in each."""
+def rewritten(gradient: Callable[..., Any], z: jax.Array) -> tuple[jx.Flat, list[Any], list[int]]:
+    """Return the program of a gradient, its equations with selects, and the number of scatters with and without."""
     flat, _ = jx.trace(gradient, z)
     eqns = by_selects(flat.eqns, dict(zip(flat.constvars, flat.consts, strict=True)))
-    programs = eqns, flat.eqns
-    counts = [sum(eqn.primitive.name == "scatter-add" for eqn, _ in visit(eqns)) for eqns in programs]
-    runs = (jx.run(eqns, (*flat.constvars, *flat.invars), flat.outvars)(*flat.consts, z)[0] for eqns in programs)
-    return *runs, counts
+    return flat, eqns, [sum(e.primitive.name == "scatter-add" for e, _ in visit(es)) for es in (eqns, flat.eqns)]
+
+
+def both(gradient: Callable[..., Any], z: jax.Array) -> tuple[jax.Array, jax.Array, list[int]]:
+    """Return a gradient by selects and by JAX, and the number of scatters in each."""
+    flat, eqns, counts = rewritten(gradient, z)
+    run = lambda eqns: jx.run(eqns, (*flat.constvars, *flat.invars), flat.outvars)(*flat.consts, z)[0]
+    return run(eqns), run(flat.eqns), counts
 
 
 @pytest.mark.parametrize("over", ["one", "vmap"])
@@ -71,15 +76,36 @@ def test_gradients_are_those_of_the_scatter(name: str, over: str) -> None:
     "fun",
     [
         lambda z: z[0][jnp.array([1, 2])],  # a table of which any row may be read, as an embedding
-        lambda z: jnp.take_along_axis(z, LABELS[..., :2, None] % V, 1)[..., 0],  # not every row is read
+        lambda z: jnp.take_along_axis(z, LABELS[..., :2, None] % V, 1)[..., 0],  # two of each row, along another dim
         lambda z: jnp.take_along_axis(z, jnp.argsort(z, -1)[..., :2], -1),  # two of each row
         lambda z: jnp.take_along_axis(z[..., :1], LABELS[..., None], -1),  # of one element
-        # A select by a Python bool was a raw TypeError.
+        # A predicate that is a literal was a raw TypeError.
         lambda z: z.reshape(-1, V)[jax.lax.select(True, jnp.zeros(B * T, jnp.int32), jnp.arange(B * T)), FLAT],
     ],
 )
 def test_other_lookups_stay(fun: Any) -> None:
     assert both(jax.grad(lambda z: fun(z).sum()), jnp.ones((B, T, V)))[2] == [1, 1]
+
+
+@pytest.mark.parametrize("operand", ["scalar", "zeros"])
+def test_indices_from_an_equation_without_operands(operand: str) -> None:
+    """An iota as index vectors raised an IndexError, and a scalar has no dim at all."""
+    numbers = lax.GatherDimensionNumbers((), (1,), (1,), (0,), (0,))
+    by_iota = lambda z: lax.gather(z.reshape(-1, V)[:V], lax.broadcasted_iota(jnp.int32, (V, 1), 0), numbers, (1, 1))
+    scalar = lambda z: jnp.zeros(()).at[()].add(z.sum()) + z.sum()
+    gradient = jax.grad(lambda z: {"zeros": by_iota, "scalar": scalar}[operand](z).sum())
+    new, old, _ = both(gradient, jnp.ones((B, T, V)))
+    np.testing.assert_array_equal(new, old)
+
+
+def test_rows_of_a_callback_stay() -> None:
+    """A callback is not called while a program is traced."""
+
+    def rows(n: int) -> jax.Array:
+        return jax.pure_callback(lambda: pytest.fail("called"), jax.ShapeDtypeStruct((n,), jnp.int32))
+
+    gradient = jax.grad(lambda z: z.reshape(-1, V)[rows(B * T), FLAT].sum())
+    assert rewritten(gradient, jnp.ones((B, T, V)))[2] == [1, 1]
 
 
 def test_rows_in_another_order_stay() -> None:

@@ -54,3 +54,10 @@ def test_of_float32() -> None:
     """A tanh of float32 stays: it has no rounding that hides the difference."""
     names, _, _ = rewritten(lambda x: (1 + jnp.tanh(x),), jnp.full(3, 0.001, jnp.float32))
     assert "exp" not in names
+
+
+def test_of_an_operand_of_a_matmul() -> None:
+    """XLA stores such a tanh in any case. By an exponential, its input would be read once more."""
+    x = jnp.ones((3, 3), jnp.bfloat16)
+    names, _, _ = rewritten(lambda x: (jnp.tanh(x) @ x, 1 - jnp.tanh(x)), x)
+    assert names.count("exp") == 1

@@ -86,8 +86,8 @@ class Explanation:
       loops: lists of blocks and stacks of layers: path -> how many layers, and whether they are one stack or why not.
       moves: the arrays of 1 kB or more that the compiler's partitioner sends for the update, each with parameter, axis,
         line and the spec that would avoid the move.
-      savings: kind of rewriting (`jaxpar/program/savings.py`) -> bytes of memory traffic that it saves on a device in a
-        step, at least. The same program without the rewriting would write and read them in addition.
+      savings: kind of rewriting (`jaxpar/program/savings.py`) -> estimated bytes of memory traffic that it saves on a
+        device in a step. The same program without the rewriting would write and read them in addition.
       values: with remat="auto", the choice for each value that layers leave for their backwards.
       remarks: sentences that help to read the numbers.
     """
@@ -211,7 +211,7 @@ def text(explanation: Explanation) -> str:
         parts.append(f"matrix products of a device and step: {flops}")
     savings = sorted(((n, KINDS[kind]) for kind, n in explanation.savings.items() if n >= _LARGE_SAVING), reverse=True)
     if savings:
-        parts.append(table([["memory traffic saved", "at least"], *([label, size(n)] for n, label in savings)], "<>"))
+        parts.append(table([["memory traffic saved", "estimate"], *([label, size(n)] for n, label in savings)], "<>"))
     if explanation.transfers:
         parts.append(_transfers_table(explanation))
     collectives = ledger_table(explanation.ledger, explanation.across)
