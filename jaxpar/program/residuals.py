@@ -162,9 +162,10 @@ def residuals_to_save(
       The variables to save, and the equations that recompute the others from them.
     """
     barred, residuals = set(barred), list(residuals)
-    cheap_eqn_of = {v: eqn for eqn in eqns if cheap(eqn) and not eqn.effects for v in eqn.outvars}
-    # The variables that follow from literals alone, such as the 1 in JAX's derivative of tanh. If layers saved them,
-    # each would write and read them, and XLA could not fold them.
+    # JAX wraps a literal of a derivative, such as the 1 in that of tanh, in `reshard`.
+    may_rerun = lambda eqn: cheap(eqn) or (eqn.primitive.name == "reshard" and jx.is_literal(eqn.invars[0]))
+    cheap_eqn_of = {v: eqn for eqn in eqns if may_rerun(eqn) and not eqn.effects for v in eqn.outvars}
+    # The variables that follow from literals alone. If layers saved them, each would write and read them.
     constants: set[Any] = set()
     for eqn in eqns:
         if all(jx.is_literal(v) or v in constants for v in eqn.invars):

@@ -14,6 +14,7 @@ from jaxpar.inspect.memory import forward
 from jaxpar.models import named
 from jaxpar.program import jaxpr as jx
 from jaxpar.program.residuals import residuals_to_save, row_scales
+from jaxpar.slicing import units
 
 ROWS, LENGTH = 2, 8
 
@@ -114,6 +115,22 @@ def test_scalars_of_literals_are_not_saved() -> None:
     saved, values = again(derivative, x, known=1)
     assert saved == []
     np.testing.assert_array_equal(values[0], derivative(x)[0])
+
+
+def test_no_layer_of_a_step_saves_a_scalar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a step, JAX wraps the 1 of the derivative of a sigmoid in `reshard`, which each layer saved."""
+    saved_scalars: list[Any] = []
+
+    def recorded(*args: Any) -> Any:
+        saved, again = residuals_to_save(*args)
+        saved_scalars.extend(v for v in saved if v.aval.ndim == 0)
+        return saved, again
+
+    monkeypatch.setattr(units, "residuals_to_save", recorded)
+    llama = named("llama-tiny", layers=2)
+    step = jp.make_train_step(llama.model, optax.sgd(0.1), "single,precision=bf16", mesh=jax.devices()[:1])
+    step.trace(llama.example(2, 16))
+    assert saved_scalars == []
 
 
 def test_of_a_step() -> None:
