@@ -13,8 +13,9 @@ and none with a balanced load.
 """
 
 import re
+from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 # `named_scope` puts the name into the name stack of the loop, and JAX appends "/while".
 _NAME = re.compile(r"runs_(\d+)_paces_(\d+)_of_(\d+)(?:_on_(\d+))?(?:/while)?$")
@@ -22,7 +23,8 @@ _NAME = re.compile(r"runs_(\d+)_paces_(\d+)_of_(\d+)(?:_on_(\d+))?(?:/while)?$")
 _OVERFLOW = re.compile(r"overflow_at_most_(\d+)\)*(?:/while)?$")
 
 
-class Runs(NamedTuple):
+@dataclass(frozen=True)
+class Runs:
     """How often a loop's body runs in one execution of the loop.
 
     Attributes:

@@ -77,7 +77,7 @@ class Instruction:
     def runs(self) -> Runs:
         """How often a `while` runs: by its name (`program/trip_counts.py`), and by XLA's count of its iterations."""
         runs, match = runs_by_name(self.source), re.search(r'"known_trip_count":\{"n":"(\d+)"', self.rest)
-        return runs._replace(trips=int(match[1])) if match and not runs.is_upper_bound else runs
+        return dataclasses.replace(runs, trips=int(match[1])) if match and not runs.is_upper_bound else runs
 
     @property
     def branches(self) -> list[str]:
