@@ -256,10 +256,7 @@ def instead_of(eqn: Any, fun: Callable[..., Any]) -> list[Any]:
 
 
 def constant(eqns: Sequence[Any], var: Any, consts: Mapping[Any, Any]) -> np.ndarray | None:
-    """Return the value of a variable that cheap equations compute from known arrays; None for any other variable.
-
-    `consts` has the arrays that are known, by variable.
-    """
+    """Return the value of a variable that cheap equations compute from `consts`, variable -> array; None for others."""
     needed_eqns = needed(eqns, [var], consts)
     inputs = free(needed_eqns, [var])
     # Tracers and arrays that are spread over hosts have no numbers here. Equations with effects may name an axis.
