@@ -43,8 +43,8 @@ def by_selects(eqns: Sequence[Any], consts: Mapping[Any, Any]) -> list[Any]:
     producers = {v: eqn for eqn in eqns for v in eqn.outvars}
     new_eqns: list[Any] = []
     for eqn in eqns:
-        found = _one_per_row(eqn, eqns, producers, consts) if eqn.primitive.name == "scatter-add" else None
-        new_eqns += [with_programs(eqn, _with_inner_selects)] if found is None else _select(eqn, *found)
+        scatter = _one_per_row(eqn, eqns, producers, consts) if eqn.primitive.name == "scatter-add" else None
+        new_eqns += [with_programs(eqn, _with_inner_selects)] if scatter is None else _select(eqn, *scatter)
     return new_eqns
 
 
