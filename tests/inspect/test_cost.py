@@ -243,6 +243,24 @@ STACK = (
   ROOT %both = (bf16[57600]{0}, f32[900,64]{1,0}) tuple(%flat, %wide)
 }
 
+%part_of_sum (a: f32[900,64], b: f32[900,64]) -> f32[7,64] {
+  %a = f32[900,64]{1,0} parameter(0)
+  %b = f32[900,64]{1,0} parameter(1)
+  %exp = f32[900,64]{1,0} exponential(%a)
+  %product = f32[900,64]{1,0} multiply(%a, %exp)
+  %total = f32[900,64]{1,0} add(%product, %b)
+  ROOT %part = f32[7,64]{1,0} slice(%total), slice={[0:7], [0:64]}
+}
+
+%sum_and_part (a: f32[900,64], b: f32[900,64]) -> (f32[7,64], f32[57600]) {
+  %a = f32[900,64]{1,0} parameter(0)
+  %b = f32[900,64]{1,0} parameter(1)
+  %total = f32[900,64]{1,0} add(%a, %b)
+  %flat = f32[57600]{0} bitcast(%total)
+  %part = f32[7,64]{1,0} slice(%total), slice={[0:7], [0:64]}
+  ROOT %both = (f32[7,64]{1,0}, f32[57600]{0}) tuple(%part, %flat)
+}
+
 %added (grads: f32[900,64], ids: s32[7,1], new: f32[7,64]) -> f32[900,64] {
   %grads = f32[900,64]{1,0} parameter(0)
   %ids = s32[7,1]{1,0} parameter(1)
@@ -263,6 +281,8 @@ ENTRY %main (p: f32[40,8,16], i: s32[], q: bf16[40,8,16]) -> bf16[40,8,16] {
   %looked = bf16[7,64]{1,0} fusion(%table, %ids), kind=kLoop, calls=%rows
   %cast = bf16[7,64]{1,0} fusion(%grads, %ids), kind=kLoop, calls=%cast_rows
   %all = (bf16[57600]{0}, f32[900,64]{1,0}) fusion(%grads), kind=kLoop, calls=%cast_all
+  %part = f32[7,64]{1,0} fusion(%grads, %grads), kind=kLoop, calls=%part_of_sum
+  %part_too = (f32[7,64]{1,0}, f32[57600]{0}) fusion(%grads, %grads), kind=kLoop, calls=%sum_and_part
   %summed = f32[900,64]{1,0} fusion(%grads, %ids, %new), kind=kInput, calls=%added
   %apart = ((bf16[900,64], s32[7,1]), bf16[7,64]{1,0}, u32[]) fusion-start(%table, %ids), kind=kLoop, calls=%rows
   %back = bf16[7,64]{1,0} fusion-done(%apart)
@@ -283,6 +303,8 @@ def test_slices_count_and_not_what_they_are_cut_from() -> None:
         "looked": (2 * 7 * row + 4 * 7, 2 * 7 * row),
         "cast": (4 * 7 * row + 4 * 7, 2 * 7 * row),  # of the table that it casts, no more than the rows that it takes
         "all": (4 * 900 * row, 2 * 900 * row),  # a cast of the whole table reads all of it; it counted as no read
+        "part": (2 * 4 * 7 * row, 4 * 7 * row),  # of elementwise results; their operands counted as read whole
+        "part_too": (2 * 4 * 900 * row, 4 * (7 + 900) * row),
         "apart": (2 * 7 * row + 4 * 7, 2 * 7 * row),  # on a stream of its own, as jax 0.12 launches them
         "summed": (2 * 4 * 7 * row + 4 * 7, 4 * 7 * row),
         "copy": (4 * 40 * layer, 4 * 40 * layer),

@@ -37,6 +37,13 @@ _FREE = frozenset(
 _HOST = ":S(5)"  # a layout in the host's memory, by XLA's number of that memory
 _HOST_COPIES = frozenset("fusion fusion-start copy copy-start dynamic-slice dynamic-update-slice".split())
 _SLICES = frozenset(("dynamic-slice", "slice", "gather"))
+_VIEWS = frozenset(("bitcast", "reshape", "tuple"))
+_ELEMENTWISE = frozenset(
+    "abs add and cbrt ceil clamp compare convert copy cosine divide exponential exponential-minus-one floor is-finite "
+    "log log-plus-one logistic maximum minimum multiply negate not or popcnt power remainder round-nearest-afz "
+    "round-nearest-even rsqrt select shift-left shift-right-arithmetic shift-right-logical sign sine sqrt subtract tan "
+    "tanh xor".split()
+)
 _UPDATES = frozenset(("dynamic-update-slice", "scatter"))  # they write into their first operand
 
 
@@ -351,23 +358,32 @@ def _traffic_of_fusion(block: list[Instruction]) -> tuple[int, int]:
     for instr in block:
         for position, operand in enumerate(instr.operands):
             users.setdefault(operand, []).append((instr, position))
+    # The values that the kernel writes, under the names of their views too.
+    results = [instr.name for instr in block if instr.root]
+    for name in results:
+        results += instructions[name].operands if instructions[name].opcode in _VIEWS else []
 
-    def bytes_read(name: str, width: int, is_cast: bool = False) -> float:
-        """Return the bytes that users read of an array with `width` bits per element; infinity for the whole array."""
-        # The kernel writes all of its cast elements.
-        total = float("inf") if is_cast and instructions[name].root else 0.0
-        for user, position in users.get(name, ()):
-            # A cast reads the elements that its own readers read, in the dtype before it.
-            if user.opcode in ("bitcast", "reshape", "tuple", "convert"):
-                total += bytes_read(user.name, width, is_cast or user.opcode == "convert")
-            elif user.opcode in _SLICES and position == 0:
-                total += width / 8 * sum(math.prod(dims) for _, dims in arrays(user.shape))
-            elif user.opcode in _UPDATES and position == 0:
-                # A scatter reads what it adds to. A dynamic-update-slice overwrites without reading.
-                total += nbytes(instructions[user.operands[2]].shape) if user.opcode == "scatter" else 0
-            else:
-                return float("inf")
-        return total
+    def bytes_read(parameter: Instruction) -> float:
+        """Return the bytes that the kernel reads of a parameter."""
+        total, width = 0.0, bits(arrays(parameter.shape)[0][0])
+        pending, seen = [(parameter.name, False)], {parameter.name}
+        while pending:
+            name, is_computed = pending.pop()
+            for user, position in users.get(name, ()):
+                is_elementwise = user.opcode in _ELEMENTWISE and user.name not in results
+                if user.opcode in _VIEWS or is_elementwise:
+                    # Of such a value, the kernel computes the elements that are read in turn.
+                    pending += [] if user.name in seen else [(user.name, is_computed or is_elementwise)]
+                    seen.add(user.name)
+                elif user.opcode in _SLICES and position == 0:
+                    total += width / 8 * sum(math.prod(dims) for _, dims in arrays(user.shape))
+                elif user.opcode in _UPDATES and position == 0 and not is_computed:
+                    # A scatter reads what it adds to. A dynamic-update-slice overwrites without reading.
+                    total += nbytes(instructions[user.operands[2]].shape) if user.opcode == "scatter" else 0
+                else:
+                    return nbytes(parameter.shape)
+        # No parameter is read more than once, however many users it has.
+        return min(nbytes(parameter.shape), total)
 
     def bytes_written(instr: Instruction) -> int:
         """Return the bytes that a result writes."""
@@ -380,6 +396,4 @@ def _traffic_of_fusion(block: list[Instruction]) -> tuple[int, int]:
         return 0 if instr.opcode == "parameter" else nbytes(instr.shape)
 
     parameters = [instr for instr in block if instr.opcode == "parameter" and arrays(instr.shape)]
-    # No parameter is read more than once, however many users it has.
-    total = sum(min(nbytes(x.shape), bytes_read(x.name, bits(arrays(x.shape)[0][0]))) for x in parameters)
-    return round(total), sum(bytes_written(instr) for instr in block if instr.root)
+    return round(sum(map(bytes_read, parameters))), sum(bytes_written(instr) for instr in block if instr.root)
