@@ -74,6 +74,23 @@ class _TimedFileSystem:
         value = getattr(self._file_system, name)
         return functools.partial(self._timed_call, value) if callable(value) else value
 
+    def mkdir(self, path: str, **_: Any) -> None:
+        """Check that the bucket exists. A bucket has no folders, and s3fs and gcsfs would create a missing bucket.
+
+        Raises:
+          FileNotFoundError: it does not exist. In gs:// the first object that is written raises this error.
+        """
+        if self._scheme != "s3":
+            return
+        name = path.partition("/")[0]
+        try:
+            _await_answer(lambda: self._file_system.call_s3("head_bucket", Bucket=name), f"s3://{name}")
+        except FileNotFoundError as error:
+            text = "the bucket does not exist; create it, or name another one"
+            raise FileNotFoundError(errno.ENOENT, text, error.filename) from None
+        except PermissionError:  # reading and writing objects may still be allowed
+            pass
+
     def _timed_call(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # The first argument that looks like a path is the address in errors.
         path = next((x for x in args if isinstance(x, str) and "/" in x), str(next(iter(args), "")))

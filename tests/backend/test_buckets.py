@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -238,6 +239,34 @@ def test_a_checkpoint_is_what_has_its_last_file(bucket: Place, capsys: pytest.Ca
     assert sorted(place.name for place in folder.iterdir()) == ["1", "2.damaged"]
 
 
+def test_no_bucket_is_created(server: Server) -> None:
+    """A typing error created a bucket, and so did a run whose bucket was removed between two saves."""
+    missing = buckets.bucket(f"{server.scheme}://no-such-bucket/run")
+    if server.scheme == "s3":
+        with pytest.raises(FileNotFoundError, match="the bucket does not exist; create it, or name another one"):
+            missing.mkdir(parents=True, exist_ok=True)
+    else:  # a client may lack the right to ask for a bucket there
+        missing.mkdir(parents=True, exist_ok=True)
+        with pytest.raises(FileNotFoundError, match="no-such-bucket"):
+            (missing / "a").write_bytes(b"")
+    top, step = server.bucket(), jp.make_train_step(MODEL, optax.sgd(1e-2), "ddp", mesh=jax.devices()[:1])
+    state = step.init(jax.random.key(0))
+    with Checkpoints(top / "run", step, {}) as saves:
+        saves.save(int(state.step), state)
+        saves.wait()
+        for name in below(top):
+            (top / str(name)).unlink()
+        bucket_name = top.path.strip("/")
+        server.call(bucket_name if server.scheme == "s3" else f"storage/v1/b/{bucket_name}", "DELETE")
+        state, _ = step(state, next(batches(0)))
+        saves.save(int(state.step), state)
+        with pytest.raises(ValueError, match=r"could not be written to .*: .*bucket"):
+            saves.wait()
+    for name in ("no-such-bucket", bucket_name):
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            server.call(name if server.scheme == "s3" else f"storage/v1/b/{name}", "GET")
+
+
 @pytest.mark.slow
 def test_the_end_of_a_program_waits_for_its_uploads(bucket: Place) -> None:
     """In `atexit` asyncio cannot start threads, and so cannot look a host up: uploads must have ended before."""
@@ -253,7 +282,7 @@ writer().begin(place("{bucket}/a", "a"), 1, None, lambda folder: time.sleep(1) o
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("answered", [1, 8, 12])
+@pytest.mark.parametrize("answered", [1, 8, 11, 12])
 def test_a_bucket_that_refuses_is_said_at_once(answered: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A 403 was once taken for a missing answer or retried for minutes. It may come when a save lists or writes."""
     # How many requests the server answers before it refuses.
@@ -271,7 +300,8 @@ step.save("{server.bucket()}run", step.init(jax.random.key(0))).wait()
         ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
         assert ended.returncode == 1
         message = ended.stderr.splitlines()[-1]
-        assert "Key Id you provided does not exist" in message or "Permission denied" in message, ended.stderr
+        refusals = "Key Id you provided does not exist", "Permission denied", "the bucket refuses access"
+        assert any(refusal in message for refusal in refusals), ended.stderr
         assert time.monotonic() - begin < 60
     finally:
         server.close()
