@@ -56,8 +56,15 @@ def bucket(address: str) -> UPath:
     # Other processes write to the bucket, so listings are not cached. Orbax's own paths read this configuration too.
     fsspec.config.conf.setdefault(scheme.lower(), {}).setdefault("use_listings_cache", False)
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs the traceback of each error that it raises
-    path = UPath(f"{scheme.lower()}:/{PurePosixPath('/', key)}")
-    path._fs_cached = _TimedFileSystem(path.fs, scheme.lower())  # type: ignore[assignment]  # its children share it
+    return timed(UPath(f"{scheme.lower()}:/{PurePosixPath('/', key)}"))
+
+
+def timed(path: UPath) -> UPath:
+    """Return a path of universal_pathlib, which a user may have made, with a time limit for its calls."""
+    if path.protocol not in PACKAGES or isinstance(path.fs, _TimedFileSystem):
+        return path
+    path = type(path)(path)
+    path._fs_cached = _TimedFileSystem(path.fs, path.protocol)  # type: ignore[assignment]  # its children share it
     return path
 
 
@@ -78,18 +85,23 @@ class _TimedFileSystem:
         """Check that the bucket exists. A bucket has no folders, and s3fs and gcsfs would create a missing bucket.
 
         Raises:
-          FileNotFoundError: it does not exist. In gs:// the first object that is written raises this error.
+          FileNotFoundError: the bucket does not exist.
         """
-        if self._scheme != "s3":
-            return
         name = path.partition("/")[0]
+        address = f"{self._scheme}://{name}"
+        # To list objects needs no right to ask for the bucket itself.
+        if self._scheme == "s3":
+            list_one = lambda: self._file_system.call_s3("list_objects_v2", Bucket=name, MaxKeys=1)
+        else:
+            list_one = lambda: self._file_system.call("GET", "b/{}/o", name, maxResults=1, json_out=True)
         try:
-            _await_answer(lambda: self._file_system.call_s3("head_bucket", Bucket=name), f"s3://{name}")
-        except FileNotFoundError as error:
-            text = "the bucket does not exist; create it, or name another one"
-            raise FileNotFoundError(errno.ENOENT, text, error.filename) from None
-        except PermissionError:  # reading and writing objects may still be allowed
+            _await_answer(list_one, address)
+        except FileNotFoundError:
+            raise FileNotFoundError(errno.ENOENT, "the bucket does not exist", address) from None
+        except PermissionError:  # reading and writing objects may be allowed
             pass
+
+    makedirs = mkdir
 
     def _timed_call(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # The first argument that looks like a path is the address in errors.

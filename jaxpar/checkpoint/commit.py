@@ -139,8 +139,7 @@ class Writer:
         for name, action in actions.items():
             _, cause, problem = self.attempt_on_all_hosts(f"save/{name}", action, _reason)
             if problem:
-                text = f"a checkpoint could not be written to {folder}: {problem}. Older checkpoints are unchanged"
-                raise ValueError(text) from cause
+                raise ValueError(f"a checkpoint could not be written to {folder}: {problem}") from cause
 
 
 @functools.cache
@@ -215,6 +214,10 @@ def remove_unfinished(folder: Place) -> None:
 
 def _reason(error: Exception) -> str:
     """Return why a save failed, and what to try."""
+    if isinstance(error, FileNotFoundError) and error.strerror:  # older checkpoints may be gone too
+        return f"{error.strerror}; create it, and see that all hosts have the same folder"
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}; make room, or see that all hosts have the same folder and may write to it"
-    return f"{type(error).__name__}: {reason(error)}; see what it says"
+        text = f"{error.strerror}; make room, or see that all hosts have the same folder and may write to it"
+    else:
+        text = f"{type(error).__name__}: {reason(error)}; see what it says"
+    return f"{text}. Older checkpoints are unchanged"

@@ -12,8 +12,9 @@ whole product. Cut by rows or positions, one part is sent while the next one is 
 Every element of the result is the same sum of products as before. A backward has gradients of weights to compute
 meanwhile (`loop.py`).
 
-Joining the parts of a result copies it. The fewer ranks share the columns of w, the wider the results are, and the less
-is sent: under `tensor=2`, the gather in front of a feed-forward stays whole.
+Joining the parts of a result copies it. If the copy takes longer than the overlap saves, the gather stays whole. This
+happens with few ranks, where each has more columns of w and sends less: under `tensor=2` for all layers, and under
+`tensor=4` for feed-forwards.
 
 Llama-3-8B under `tensor=8,sequence=true` on 8 H100 takes 3.7% less time by `predict`, and waits for collectives for
 10.8% of it instead of 18.1%.
@@ -36,9 +37,10 @@ _MAX_PARTS = 4
 # Of one part of the gathered array, or of the array that is scattered. With smaller parts matmuls lose more than the
 # overlap gains: Llama-3-8B takes 4% longer with parts of 8 MiB.
 _MIN_PART_BYTES = 24 << 20
-# A device's memory moves at least this many bytes while a link between devices moves one: 6.8 on an A100, 7.4 on an
-# H100, 10.7 on an H200 (NVLink in one direction, `hardware/devices.py`).
-_MEMORY_BYTES_PER_SENT_BYTE = 6.8
+# To join the parts of results, a kernel reads and writes them. These are the most bytes that it may move for each byte
+# that is sent during a product. By `predict`, 3 is best or within .4% of it for Llama-3-8B and 70B under `tensor=2`, 4
+# and 8 on H100 and H200. On A100s, `tensor=4` is .3% slower than with whole gathers.
+_JOINED_BYTES_PER_SENT_BYTE = 3
 
 
 class _Split(NamedTuple):
@@ -209,14 +211,14 @@ def _gather_in_parts(eqn: Any, readers: Sequence[Any], later: set[Any]) -> _Gath
     if any(product.invars[0] is product.invars[1] for product in readers):
         return None
     positions = [product.invars.index(result) for product in readers]
-    # To join the parts of the products' results, a kernel reads and writes them.
     num_ranks, joined_bytes = eqn.params["ranks"], 2 * sum(jx.nbytes(product.outvars[0]) for product in readers)
     candidates = []
     for dim, size in enumerate(eqn.invars[0].aval.shape[: gathered_dim + 1]):
         out_dims = [_free_dim(product, i, dim) for product, i in zip(readers, positions, strict=True)]
         num_parts = _num_parts(jx.nbytes(result), size)
-        overlapped_bytes = jx.nbytes(result) * (num_ranks - 1) / num_ranks * (num_parts - 1) / num_parts
-        if joined_bytes > overlapped_bytes * _MEMORY_BYTES_PER_SENT_BYTE:
+        # All parts but the first are sent during a product.
+        sent_bytes = jx.nbytes(result) * (num_ranks - 1) / num_ranks * (num_parts - 1) / num_parts
+        if joined_bytes > sent_bytes * _JOINED_BYTES_PER_SENT_BYTE:
             continue
         num_shards = num_ranks if dim == gathered_dim else 1
         out_splits = [_Split(out_dim, num_shards, num_parts) for out_dim in out_dims if out_dim is not None]

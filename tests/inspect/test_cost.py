@@ -261,6 +261,22 @@ STACK = (
   ROOT %both = (f32[7,64]{1,0}, f32[57600]{0}) tuple(%part, %flat)
 }
 
+%cast_update (p: f32[40,8,16], i: s32[], layer: f32[1,8,16]) -> bf16[40,8,16] {
+  %p = f32[40,8,16]{2,1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %layer = f32[1,8,16]{2,1,0} parameter(2)
+  %updated = f32[40,8,16]{2,1,0} dynamic-update-slice(%p, %layer, %i, %i, %i)
+  ROOT %cast = bf16[40,8,16]{2,1,0} convert(%updated)
+}
+
+%update_of_cast (p: f32[40,8,16], i: s32[], layer: bf16[1,8,16]) -> bf16[40,8,16] {
+  %p = f32[40,8,16]{2,1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %layer = bf16[1,8,16]{2,1,0} parameter(2)
+  %cast = bf16[40,8,16]{2,1,0} convert(%p)
+  ROOT %updated = bf16[40,8,16]{2,1,0} dynamic-update-slice(%cast, %layer, %i, %i, %i)
+}
+
 %added (grads: f32[900,64], ids: s32[7,1], new: f32[7,64]) -> f32[900,64] {
   %grads = f32[900,64]{1,0} parameter(0)
   %ids = s32[7,1]{1,0} parameter(1)
@@ -283,6 +299,9 @@ ENTRY %main (p: f32[40,8,16], i: s32[], q: bf16[40,8,16]) -> bf16[40,8,16] {
   %all = (bf16[57600]{0}, f32[900,64]{1,0}) fusion(%grads), kind=kLoop, calls=%cast_all
   %part = f32[7,64]{1,0} fusion(%grads, %grads), kind=kLoop, calls=%part_of_sum
   %part_too = (f32[7,64]{1,0}, f32[57600]{0}) fusion(%grads, %grads), kind=kLoop, calls=%sum_and_part
+  %new_layer = f32[1,8,16]{2,1,0} convert(%layer)
+  %update_cast = bf16[40,8,16]{2,1,0} fusion(%p, %i, %new_layer), kind=kLoop, calls=%cast_update
+  %cast_updated = bf16[40,8,16]{2,1,0} fusion(%p, %i, %layer), kind=kLoop, calls=%update_of_cast
   %summed = f32[900,64]{1,0} fusion(%grads, %ids, %new), kind=kInput, calls=%added
   %apart = ((bf16[900,64], s32[7,1]), bf16[7,64]{1,0}, u32[]) fusion-start(%table, %ids), kind=kLoop, calls=%rows
   %back = bf16[7,64]{1,0} fusion-done(%apart)
@@ -305,6 +324,9 @@ def test_slices_count_and_not_what_they_are_cut_from() -> None:
         "all": (4 * 900 * row, 2 * 900 * row),  # a cast of the whole table reads all of it; it counted as no read
         "part": (2 * 4 * 7 * row, 4 * 7 * row),  # of elementwise results; their operands counted as read whole
         "part_too": (2 * 4 * 900 * row, 4 * (7 + 900) * row),
+        "new_layer": (2 * layer, 4 * layer),
+        "update_cast": (4 * 40 * layer + 4 + 4 * layer, 2 * 40 * layer),  # the updated array counted as not read
+        "cast_updated": (4 * 40 * layer + 4 + 2 * layer, 2 * 40 * layer),  # its update alone counted as written
         "apart": (2 * 7 * row + 4 * 7, 2 * 7 * row),  # on a stream of its own, as jax 0.12 launches them
         "summed": (2 * 4 * 7 * row + 4 * 7, 4 * 7 * row),
         "copy": (4 * 40 * layer, 4 * 40 * layer),

@@ -324,8 +324,8 @@ def traffic(module: Module, instr: Instruction, shapes: dict[str, str]) -> tuple
     """Return the bytes (read, written) of an instruction that runs as a kernel.
 
     Every operand is read once and every result written once, with two exceptions, as in XLA's own cost analysis. If a
-    kernel takes a slice of an array (a layer of a stack, the rows of an embedding), only the slice is read. If it
-    updates an array in place, only the changed part is written.
+    kernel takes a slice of an array (a layer of a stack, the rows of an embedding), or of a value that is computed from
+    it element by element, only the slice is read. If it updates an array in place, only the changed part is written.
 
     Caches are ignored, although an operand that an earlier kernel has just written may still be in L2. `shapes` are
     those of all instructions of its computation, by name.
@@ -358,7 +358,7 @@ def _traffic_of_fusion(block: list[Instruction]) -> tuple[int, int]:
     for instr in block:
         for position, operand in enumerate(instr.operands):
             users.setdefault(operand, []).append((instr, position))
-    # The values that the kernel writes, under the names of their views too.
+    # The kernel writes its root, and the values of which the root is a view or a tuple.
     results = [instr.name for instr in block if instr.root]
     for name in results:
         results += instructions[name].operands if instructions[name].opcode in _VIEWS else []
@@ -372,7 +372,7 @@ def _traffic_of_fusion(block: list[Instruction]) -> tuple[int, int]:
             for user, position in users.get(name, ()):
                 is_elementwise = user.opcode in _ELEMENTWISE and user.name not in results
                 if user.opcode in _VIEWS or is_elementwise:
-                    # Of such a value, the kernel computes the elements that are read in turn.
+                    # The kernel computes only those elements of this value that its readers read.
                     pending += [] if user.name in seen else [(user.name, is_computed or is_elementwise)]
                     seen.add(user.name)
                 elif user.opcode in _SLICES and position == 0:
@@ -380,10 +380,21 @@ def _traffic_of_fusion(block: list[Instruction]) -> tuple[int, int]:
                 elif user.opcode in _UPDATES and position == 0 and not is_computed:
                     # A scatter reads what it adds to. A dynamic-update-slice overwrites without reading.
                     total += nbytes(instructions[user.operands[2]].shape) if user.opcode == "scatter" else 0
+                    # What is updated inside the kernel is read by the readers of the result.
+                    readers = [] if user.name in results else [reader for reader, _ in users[user.name]]
+                    if any(reader.opcode not in (*_SLICES, *_UPDATES) for reader in readers):
+                        return nbytes(parameter.shape)
                 else:
                     return nbytes(parameter.shape)
         # No parameter is read more than once, however many users it has.
         return min(nbytes(parameter.shape), total)
+
+    def is_in_place(update: Instruction) -> bool:
+        """Return whether an update changes a parameter of the kernel, and not a value that the kernel computes."""
+        target = update
+        while target.opcode in (*_UPDATES, "bitcast", "reshape"):
+            target = instructions[target.operands[0]]
+        return target.opcode == "parameter"
 
     def bytes_written(instr: Instruction) -> int:
         """Return the bytes that a result writes."""
@@ -391,7 +402,7 @@ def _traffic_of_fusion(block: list[Instruction]) -> tuple[int, int]:
             return sum(bytes_written(instructions[operand]) for operand in instr.operands)
         if instr.opcode in ("bitcast", "reshape") and instr.operands:
             return bytes_written(instructions[instr.operands[0]])
-        if instr.opcode in _UPDATES:
+        if instr.opcode in _UPDATES and is_in_place(instr):
             return sum(nbytes(instructions[operand].shape) for operand in _updates_of(instr))
         return 0 if instr.opcode == "parameter" else nbytes(instr.shape)
 

@@ -164,6 +164,8 @@ def claim_folder(loop: Loop) -> Iterator[Claim]:
     if (out := loop.out) is None:
         yield claim
         return
+    if not isinstance(out, Path):
+        out.mkdir(parents=True, exist_ok=True)  # raises if the bucket does not exist
     # 1. Every host looks for an earlier run.
     # An empty folder does not count as a run's.
     existing = [name for name in WRITTEN if (out / name).is_file() or any((out / name).rglob("*"))]
