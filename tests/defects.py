@@ -163,7 +163,7 @@ DEFECTS = (
            "A scatter that writes rows in any order becomes a select in their own."),
     Defect("lone-cast", "hardware/compiled/kernels.py",
            "inspect/test_cost.py::test_slices_count_and_not_what_they_are_cut_from",
-           "user.opcode in _ELEMENTWISE and user.name not in results", "user.opcode in _ELEMENTWISE",
+           "(user.opcode in _ELEMENTWISE and user.name not in results)", "user.opcode in _ELEMENTWISE",
            "A kernel that only casts reads nothing, and `predict` is too short."),
     Defect("wide-parts", "slicing/product_parts.py",
            "slicing/test_product_parts.py::test_a_gather_stays_whole_if_joining_the_results_takes_longer",

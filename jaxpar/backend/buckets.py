@@ -56,11 +56,11 @@ def bucket(address: str) -> UPath:
     # Other processes write to the bucket, so listings are not cached. Orbax's own paths read this configuration too.
     fsspec.config.conf.setdefault(scheme.lower(), {}).setdefault("use_listings_cache", False)
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs the traceback of each error that it raises
-    return timed(UPath(f"{scheme.lower()}:/{PurePosixPath('/', key)}"))
+    return with_time_limits(UPath(f"{scheme.lower()}:/{PurePosixPath('/', key)}"))
 
 
-def timed(path: UPath) -> UPath:
-    """Return a path of universal_pathlib, which a user may have made, with a time limit for its calls."""
+def with_time_limits(path: UPath) -> UPath:
+    """Return a path of universal_pathlib, such as a user gives, with a time limit for each of its calls."""
     if path.protocol not in PACKAGES or isinstance(path.fs, _TimedFileSystem):
         return path
     path = type(path)(path)
@@ -89,7 +89,7 @@ class _TimedFileSystem:
         """
         name = path.partition("/")[0]
         address = f"{self._scheme}://{name}"
-        # To list objects needs no right to ask for the bucket itself.
+        # Listing objects needs no right to ask for the bucket itself.
         if self._scheme == "s3":
             list_one = lambda: self._file_system.call_s3("list_objects_v2", Bucket=name, MaxKeys=1)
         else:
@@ -100,8 +100,6 @@ class _TimedFileSystem:
             raise FileNotFoundError(errno.ENOENT, "the bucket does not exist", address) from None
         except PermissionError:  # reading and writing objects may be allowed
             pass
-
-    makedirs = mkdir
 
     def _timed_call(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # The first argument that looks like a path is the address in errors.

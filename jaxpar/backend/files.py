@@ -11,7 +11,7 @@ import stat
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .buckets import PACKAGES, Place, bucket, is_bucket, timed
+from .buckets import PACKAGES, Place, bucket, is_bucket, with_time_limits
 from .packages import needed
 
 PathT = TypeVar("PathT", bound=Any)
@@ -55,7 +55,7 @@ def place(path: os.PathLike[str] | str | Place, name: str) -> Place:
       ValueError: the address has another scheme, or the library for its buckets is not installed.
     """
     if is_bucket(path):
-        return timed(path)
+        return with_time_limits(path)
     if not (address := _address(path)):
         return Path(path)
     scheme, _, key = address.partition("://")

@@ -107,11 +107,10 @@ class Writer:
         def make_folder() -> None:
             if is_bucket(folder):
                 folder.mkdir(parents=True, exist_ok=True)  # raises if the bucket is gone; Orbax would create it again
-            else:
-                if not folder.is_dir():  # it was removed during the run, and Orbax would make it again
-                    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
-                if unfinished.is_symlink():  # the files would go to where it leads
-                    unfinished.unlink()
+            elif not folder.is_dir():  # it was removed during the run, and Orbax would make it again
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
+            elif unfinished.is_symlink():  # the files would go to where it leads
+                unfinished.unlink()
             answered(folder, lambda: asyncio.run(orbax.create()))
 
         def complete() -> None:

@@ -363,21 +363,26 @@ def _traffic_of_fusion(block: list[Instruction]) -> tuple[int, int]:
     for name in results:
         results += instructions[name].operands if instructions[name].opcode in _VIEWS else []
 
+    def is_in_place(update: Instruction) -> bool:
+        """Return whether an update changes a parameter of the kernel, and not a value that the kernel computes."""
+        target = update
+        while target.opcode in (*_UPDATES, "bitcast", "reshape"):
+            target = instructions[target.operands[0]]
+        return target.opcode == "parameter"
+
     def bytes_read(parameter: Instruction) -> float:
         """Return the bytes that the kernel reads of a parameter."""
         total, width = 0.0, bits(arrays(parameter.shape)[0][0])
-        pending, seen = [(parameter.name, False)], {parameter.name}
+        pending, seen = [parameter.name], {parameter.name}
         while pending:
-            name, is_computed = pending.pop()
-            for user, position in users.get(name, ()):
-                is_elementwise = user.opcode in _ELEMENTWISE and user.name not in results
-                if user.opcode in _VIEWS or is_elementwise:
+            for user, position in users.get(pending.pop(), ()):
+                if user.opcode in _VIEWS or (user.opcode in _ELEMENTWISE and user.name not in results):
                     # The kernel computes only those elements of this value that its readers read.
-                    pending += [] if user.name in seen else [(user.name, is_computed or is_elementwise)]
+                    pending += [] if user.name in seen else [user.name]
                     seen.add(user.name)
                 elif user.opcode in _SLICES and position == 0:
                     total += width / 8 * sum(math.prod(dims) for _, dims in arrays(user.shape))
-                elif user.opcode in _UPDATES and position == 0 and not is_computed:
+                elif user.opcode in _UPDATES and position == 0 and is_in_place(user):
                     # A scatter reads what it adds to. A dynamic-update-slice overwrites without reading.
                     total += nbytes(instructions[user.operands[2]].shape) if user.opcode == "scatter" else 0
                     # What is updated inside the kernel is read by the readers of the result.
@@ -388,13 +393,6 @@ def _traffic_of_fusion(block: list[Instruction]) -> tuple[int, int]:
                     return nbytes(parameter.shape)
         # No parameter is read more than once, however many users it has.
         return min(nbytes(parameter.shape), total)
-
-    def is_in_place(update: Instruction) -> bool:
-        """Return whether an update changes a parameter of the kernel, and not a value that the kernel computes."""
-        target = update
-        while target.opcode in (*_UPDATES, "bitcast", "reshape"):
-            target = instructions[target.operands[0]]
-        return target.opcode == "parameter"
 
     def bytes_written(instr: Instruction) -> int:
         """Return the bytes that a result writes."""
